@@ -1,0 +1,52 @@
+# make demo   install, then run recipes on real prompts with a real model
+# make test   the tests, on the newest transformers and on the oldest that is supported
+
+PYTHON ?= python3
+# Without an NVIDIA GPU a fixed torch keeps runs comparable, and is the version for which CPU-only builds are looked up first.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
+OLDEST ?= 5.17.0
+
+RUN = .venv/bin/decodekit run
+INSTALLED = .venv/.installed
+OLDEST_SITE = .venv/transformers-$(OLDEST)
+PLUGINS = $(wildcard plugins/*/)
+
+.PHONY: install demo test test-newest test-oldest lint types
+.DELETE_ON_ERROR:
+
+install: $(INSTALLED)
+
+# The entry points of an editable install are copies of these files, so a change to any of them installs again.
+$(INSTALLED): pyproject.toml $(PLUGINS:%=%pyproject.toml)
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install '$(TORCH)' -e '.[dev,metrics]' $(PLUGINS:%=-e %)
+	touch $@
+
+demo: install
+	$(RUN) examples/recipes/greedy.yaml "What is the capital of France? Answer in one sentence."
+	$(RUN) examples/recipes/sample.yaml "Write a short poem about the sea."
+	$(RUN) examples/recipes/dola.yaml "Why is the sky blue? Answer in one sentence."
+
+test: test-newest test-oldest
+
+test-newest: install
+	.venv/bin/python -m pytest
+
+# A second transformers beside the newest one: only what depends on its version runs again. Its huggingface_hub needs httpx, which the
+# newest no longer brings.
+test-oldest: $(OLDEST_SITE)
+	PYTHONPATH=$(OLDEST_SITE) .venv/bin/python -m pytest -m "integration and not slow"
+
+$(OLDEST_SITE): $(INSTALLED)
+	rm -rf $@
+	.venv/bin/python -m pip install --no-deps --target $@ transformers==$(OLDEST) 'huggingface_hub<2' httpx httpcore
+	touch $@
+
+lint: install
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/lint-imports
+
+types: install
+	.venv/bin/mypy

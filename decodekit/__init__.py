@@ -1,0 +1,77 @@
+"""decodekit: decoding strategies, logits rules and recipes over Hugging Face ``generate``.
+
+    decoder = decodekit.load("recipe.yaml")
+    model.generate(**inputs, custom_generate=decoder)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from decodekit.core.errors import (
+        DecodekitError,
+        InputError,
+        PluginError,
+        RecipeError,
+        Refused,
+        RowError,
+        UnsupportedConstraint,
+    )
+    from decodekit.core.protocols import (
+        Constraint,
+        Drafter,
+        Rule,
+        Scorer,
+        SearchStrategy,
+        SequenceStrategy,
+        TokenStrategy,
+        Utility,
+    )
+    from decodekit.core.types import Branch, Need, Output, Outputs, Request, Rows
+    from decodekit.integrations.processors import as_logits_processor
+    from decodekit.runtime.api import load, strategy
+    from decodekit.runtime.decoder import Decoder
+
+# Imported on first use: ``import decodekit`` and the command line stay fast, and nothing loads torch before it must.
+_HOME = {
+    "decodekit.core.errors": (
+        "DecodekitError",
+        "InputError",
+        "PluginError",
+        "RecipeError",
+        "Refused",
+        "RowError",
+        "UnsupportedConstraint",
+    ),
+    "decodekit.core.protocols": (
+        "Constraint",
+        "Drafter",
+        "Rule",
+        "Scorer",
+        "SearchStrategy",
+        "SequenceStrategy",
+        "TokenStrategy",
+        "Utility",
+    ),
+    "decodekit.core.types": ("Branch", "Need", "Output", "Outputs", "Request", "Rows"),
+    "decodekit.integrations.processors": ("as_logits_processor",),
+    "decodekit.runtime.api": ("load", "strategy"),
+    "decodekit.runtime.decoder": ("Decoder",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'decodekit' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

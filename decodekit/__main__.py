@@ -1,0 +1,5 @@
+"""``python -m decodekit``."""
+
+from decodekit.cli import main
+
+main()

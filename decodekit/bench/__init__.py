@@ -1,0 +1,39 @@
+"""Benchmarks beside plain Hugging Face in the same process, one suite a file: figures are ratios."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.resources import files
+from typing import Any
+
+from decodekit.core.errors import InputError, nearest
+
+Suite = Callable[[Any, Any, Sequence[str], Callable[[str], None]], list[dict[str, Any]]]
+"""Model, tokenizer, prompts and a status callback to rows of figures."""
+
+_HELPERS = ("__init__", "prompts", "timing")
+
+
+def suites() -> dict[str, str]:
+    """Every suite and the sentence that says what it measures; a suite is a module here with a ``run`` function."""
+    found = {}
+    for path in sorted(files(__name__).iterdir(), key=lambda path: path.name):
+        name, dot, suffix = path.name.partition(".")
+        if dot and suffix == "py" and name not in _HELPERS:
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            found[name] = docstring.splitlines()[0]
+    return found
+
+
+def load_suite(name: str) -> Suite:
+    """The suite of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in suites():
+        raise InputError(f"unknown suite {name!r}: {nearest(name, suites())}")
+    suite: Suite = import_module(f"{__name__}.{name}").run
+    return suite

@@ -1,0 +1,42 @@
+"""The prompts of a benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from decodekit.core.errors import InputError
+
+DEFAULT = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short story about a robot that learns to paint.",
+    "List three uses of a paper clip.",
+    "How do vaccines work?",
+    "Tell me about the history of the bicycle, and what changed when it was invented.",
+    "Translate to German: The weather is nice today.",
+    "What should I cook with rice, eggs and spinach?",
+)
+
+
+def read_prompts(path: Path | None, limit: int | None) -> list[str]:
+    """The ``prompt`` of every line of a JSONL file, or the built-in prompts.
+
+    Raises:
+        InputError: the file cannot be read, or a line has no prompt; names the line.
+    """
+    if path is None:
+        return list(DEFAULT[:limit])
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"the data file {str(path)!r} cannot be read: {error.strerror}") from error
+    prompts = []
+    for number, line in enumerate(lines[:limit], start=1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}:{number}: expected a JSON object with the key 'prompt'") from error
+    if not prompts:
+        raise InputError(f"the data file {str(path)!r} has no line; give a JSON object with the key 'prompt' a line")
+    return prompts

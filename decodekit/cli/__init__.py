@@ -1,0 +1,30 @@
+"""The command line. Results go to stdout, progress and errors to stderr.
+
+Exit codes: 0 good, 1 some rows failed, 2 bad input (one clear line), 130 interrupted (what was finished is kept).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from decodekit.cli.app import app
+from decodekit.cli.console import fail
+from decodekit.core.errors import DecodekitError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    try:
+        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except DecodekitError as error:
+        fail(str(error))
+        code = 2
+    sys.exit(code or 0)

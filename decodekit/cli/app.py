@@ -1,0 +1,113 @@
+"""All commands, each imported when it is called, so that ``--help`` needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decodekit import __version__
+
+app = typer.Typer(
+    name="decodekit",
+    help="Decoding strategies, logits rules and recipes over Hugging Face generate.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file (YAML or JSON)")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="set one option; may be repeated")]
+Model = Annotated[str | None, typer.Option("-m", "--model", help="a Hugging Face id or local folder; the demo model if left out")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"decodekit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="stdin is one prompt if left out")] = None,
+    model: Model = None,
+    settings: Settings = None,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="write what happened, a line a token")] = None,
+    json: Json = False,
+) -> int:
+    """Decode prompts as a recipe says."""
+    from decodekit.cli.run import run_recipe
+
+    return run_recipe(recipe, prompts or [], model=model, settings=settings or [], raw=raw, trace=trace, as_json=json)
+
+
+@app.command()
+def plugins(json: Json = False) -> int:
+    """List every plugin, and what failed to load."""
+    from decodekit.cli.listing import list_plugins
+
+    return list_plugins(as_json=json)
+
+
+@app.command()
+def check(recipe: RecipeFile, settings: Settings = None) -> int:
+    """Say whether a recipe is right, without loading a model."""
+    from decodekit.cli.listing import check_recipe
+
+    return check_recipe(recipe, settings or [])
+
+
+@app.command()
+def schema() -> int:
+    """Print the JSON Schema of a recipe, with all installed plugins."""
+    from decodekit.cli.listing import print_schema
+
+    return print_schema()
+
+
+@app.command()
+def export(
+    recipe: RecipeFile,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new or empty folder")],
+    settings: Settings = None,
+) -> int:
+    """Write a custom_generate folder that runs with model.generate(custom_generate=DIR, trust_remote_code=True)."""
+    from decodekit.cli.scaffold import export_recipe
+
+    return export_recipe(recipe, directory, settings or [])
+
+
+@app.command()
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="rule or strategy")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="the plugin's name, such as top_secret")],
+) -> int:
+    """Write a plugin package whose tests pass at once."""
+    from decodekit.cli.scaffold import new_plugin
+
+    return new_plugin(kind, name)
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="the suite's name; 'list' names all")],
+    model: Model = None,
+    data: Annotated[Path | None, typer.Option("--data", metavar="FILE", help="a JSONL file with a 'prompt' a line")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many prompts")] = None,
+    json: Json = False,
+) -> int:
+    """Measure decodekit beside plain Hugging Face, in the same run."""
+    from decodekit.cli.bench import run_suite
+
+    return run_suite(suite, model=model, data=data, limit=limit, as_json=json)

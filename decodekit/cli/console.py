@@ -1,0 +1,24 @@
+"""What a person sees: notes and progress on stderr, results on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+errors = Console(stderr=True, highlight=False)
+results = Console(highlight=False)
+
+
+def fail(message: str) -> None:
+    """One line that says what went wrong; never wrapped, so that scripts can match it."""
+    errors.print("error: ", style="bold red", end="")
+    errors.print(" ".join(message.split()), markup=False, soft_wrap=True)
+
+
+def print_json(document: Any) -> None:
+    """The one JSON document of ``--json``."""
+    json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
+    sys.stdout.write("\n")

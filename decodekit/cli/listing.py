@@ -1,0 +1,46 @@
+"""``decodekit plugins``, ``check`` and ``schema``: what there is, and whether a recipe fits it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from decodekit.cli.console import errors, print_json, results
+from decodekit.core.registry import inventory
+from decodekit.recipe import load_recipe
+from decodekit.recipe.json_schema import recipe_schema
+
+
+def list_plugins(*, as_json: bool) -> int:
+    """A row a plugin; one that failed to import says why."""
+    rows = inventory()
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in rows])
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for column in ("group", "kind", "distribution", "version", "status", "cost"):
+        table.add_column(column, no_wrap=column in ("group", "kind", "status"))
+    for row in rows:
+        cells = (row.group, row.kind, row.distribution, row.version, row.status, row.error or row.cost)
+        table.add_row(*cells, style=None if row.status == "ok" else "red")
+    results.print(table)
+    return 0
+
+
+def check_recipe(recipe: str, settings: Sequence[str]) -> int:
+    """Say what a right recipe does; a wrong one is an error."""
+    loaded = load_recipe(recipe, set_values=settings)
+    rules = ", ".join(rule.kind for rule in loaded.rules) if loaded.rules else "none"
+    results.print(f"ok: strategy {loaded.strategy.kind}, rules {rules}", markup=False)
+    return 0
+
+
+def print_schema() -> int:
+    """The JSON Schema on stdout, plugins that are missing from it on stderr."""
+    document, failures = recipe_schema()
+    print_json(document)
+    for failure in failures:
+        errors.print(f"left out: {failure}", markup=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,95 @@
+"""``decodekit run``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from decodekit.cli.console import errors, fail, print_json, results
+from decodekit.core.errors import InputError
+from decodekit.core.types import Output
+from decodekit.recipe import Recipe, load_recipe
+
+
+def run_recipe(
+    recipe: str,
+    prompts: Sequence[str],
+    *,
+    model: str | None,
+    settings: Sequence[str],
+    raw: bool,
+    trace: Path | None,
+    as_json: bool,
+) -> int:
+    """Decode the prompts as one batch and print what came of each."""
+    # The recipe is read first: a typing error should not wait for a model.
+    loaded = load_recipe(recipe, set_values=settings)
+    texts = list(prompts) or [_standard_input()]
+    options: dict[str, Any] = {"raw": raw} | ({"trace": trace} if trace is not None else {})
+    outputs, interrupted = decode(loaded, texts, model, options)
+    copies = max(1, len(outputs) // len(texts))
+    asked = [text for text in texts for _ in range(copies)] if len(outputs) != len(texts) else texts
+    if as_json:
+        print_json(
+            [{"prompt": text, **dataclasses.asdict(output)} for text, output in zip(asked, outputs, strict=True)]
+        )
+    else:
+        for text, output in zip(asked, outputs, strict=True):
+            _print_output(text, output)
+    if interrupted:
+        return 130
+    return 1 if any(output.finish_reason == "error" for output in outputs) else 0
+
+
+def decode(recipe: Recipe, texts: Sequence[str], model: str | None, options: dict[str, Any]) -> tuple[list[Output], bool]:
+    """The outputs, and whether the run was interrupted; progress on stderr."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("starting")
+
+        def say(status: str) -> None:
+            progress.update(task, description=status)
+
+        from decodekit.integrations.models import load_model
+
+        say("loading the model")
+        loaded, tokenizer = load_model(model, progress=say)
+        from decodekit.runtime.text_call import TextCall
+
+        say(f"reading {len(texts)} prompt{'s' * (len(texts) > 1)}")
+        call = TextCall(recipe, loaded, tokenizer, texts, options)
+        started, tokens = time.perf_counter(), 0
+        try:
+            for record in call.run():
+                tokens += len(record.tokens)
+                rate = tokens / (time.perf_counter() - started)
+                say(f"{tokens} tokens, {rate:.1f} a second, {sum(s.finish_reason is None for s in record.sequences)} rows left")
+        except KeyboardInterrupt:
+            call.cancel()
+            return call.outputs(), True
+    return call.outputs(), False
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise InputError("no prompt was given; give prompts after the recipe, or one on standard input")
+    return sys.stdin.read().strip()
+
+
+def _print_output(prompt: str, output: Output) -> None:
+    results.print(f"> {prompt}", style="bold", markup=False, soft_wrap=True)
+    if output.error is not None:
+        fail(output.error)
+        results.print()
+        return
+    results.print(output.text, markup=False, soft_wrap=True)
+    stats = output.stats
+    rate = f", {stats['tokens_per_s']:.1f} tokens/s" if "tokens_per_s" in stats else ""
+    errors.print(f"[{len(output.token_ids)} tokens, {output.finish_reason}{rate}]", style="dim", markup=False)
+    results.print()

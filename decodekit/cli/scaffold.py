@@ -1,0 +1,77 @@
+"""``decodekit export`` and ``new``: folders that others run and extend."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from decodekit import __version__
+from decodekit.cli.console import results
+from decodekit.core.errors import InputError, nearest
+from decodekit.core.registry import inventory
+from decodekit.recipe import load_recipe
+
+NEW_KINDS = {"rule": "rules", "strategy": "strategies"}
+
+
+def export_recipe(recipe: str, directory: Path, settings: Sequence[str]) -> int:
+    """Write ``custom_generate/generate.py`` with the recipe inside, its requirements and a card."""
+    loaded = load_recipe(recipe, set_values=settings)
+    used = {loaded.strategy.kind, *(rule.kind for rule in loaded.rules or ())}
+    distributions = {info.distribution: info.version for info in inventory() if info.kind in used}
+    distributions["decodekit"] = __version__
+    document = loaded.to_dict()
+    values = {
+        "title": Path(recipe).stem,
+        "recipe": json.dumps(document, indent=4, ensure_ascii=True),
+        "requirements": "\n".join(f"{name}>={version}" for name, version in sorted(distributions.items())),
+    }
+    _write_all("export", _fresh(directory), values)
+    results.print(
+        f"wrote {directory}: model.generate(**inputs, custom_generate={str(directory)!r}, trust_remote_code=True)",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def new_plugin(kind: str, name: str) -> int:
+    """Write a package with one plugin of this kind and the laws as its tests, in ``decodekit-NAME``."""
+    if kind not in NEW_KINDS:
+        raise InputError(f"unknown plugin kind {kind!r}: {nearest(kind, NEW_KINDS)}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise InputError(f"a plugin name is lower-case letters, digits and underscores, such as top_secret; got {name!r}")
+    taken = [info for info in inventory() if info.group == NEW_KINDS[kind] and info.kind == name]
+    if taken:
+        raise InputError(f"{kind} {name!r} is already in {taken[0].distribution}; choose another name")
+    directory = Path(f"decodekit-{name.replace('_', '-')}")
+    values = {"name": name, "dist": directory.name, "package": f"decodekit_{name}", "cls": _camel(name), "group": NEW_KINDS[kind]}
+    _write_all(kind, _fresh(directory), values)
+    results.print(f"wrote {directory}: pip install -e {directory} && pytest {directory}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _fresh(directory: Path) -> Path:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"{str(directory)!r} is already there and not an empty folder; name a new one")
+    return directory
+
+
+def _write_all(template: str, directory: Path, values: dict[str, str]) -> None:
+    """Fill every file of a template folder; ``__package__`` in a name stands for the package, ``.in`` is dropped."""
+    root = files("decodekit.cli") / "templates" / template
+    with_root = Path(str(root))
+    for source in sorted(path for path in with_root.rglob("*.in")):
+        relative = str(source.relative_to(with_root)).removesuffix(".in")
+        target = directory / relative.replace("__package__", values.get("package", "")).replace("__name__", values.get("name", ""))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(Template(source.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")

@@ -1,0 +1,342 @@
+"""The seam to transformers: everything that depends on its version or its private names, and nothing else.
+
+Works with transformers 5.17 to 5.x. What ``generate`` prepared before it calls a ``custom_generate`` callable is kept in a
+``Prepared``; ``prepare`` obtains the same without decoding, since ``generate`` returns whatever the callable returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import ModelOutput
+
+from decodekit.core.errors import Refused
+
+CACHE_KEY = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+"""The keyword and output field that carry the cache: renamed in 5.24, and 5.17 silently ignores the new name."""
+
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "embedding_norm")
+_LAST_PROCESSORS = ("WatermarkLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor", "LogitNormalization")
+
+
+@dataclass
+class Prepared:
+    """What ``generate`` hands to a custom decoding callable.
+
+    Attributes:
+        input_ids: [R, T] left-padded, expanded to ``num_return_sequences``.
+        config: the merged generation configuration.
+        model_kwargs: what every forward is given (mask, position ids, cache, ...).
+    """
+
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row without its pads."""
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is None:
+            return [self.input_ids.shape[1]] * self.input_ids.shape[0]
+        return [int(n) for n in mask[:, -self.input_ids.shape[1] :].sum(-1).tolist()]
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse models and launchers that cannot be decoded row by row in one process.
+
+    Raises:
+        Refused: an encoder-decoder, DeepSpeed ZeRO-3 or FSDP.
+    """
+    if model.config.is_encoder_decoder:
+        raise Refused(f"{type(model).__name__} is an encoder-decoder; decodekit decodes causal (decoder-only) models")
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        raise Refused(
+            "the model's weights are sharded by DeepSpeed ZeRO-3 or FSDP, whose ranks must stop together; gather the "
+            "weights, or use device_map or tp_plan to spread a model over devices"
+        )
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model, also inside a multimodal one."""
+    return model.config.get_text_config(decoder=True)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens the model's positions can number; ``None`` where there is no such limit."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The width of the model's logits."""
+    return int(text_config(model).vocab_size)
+
+
+def defaults(model: PreTrainedModel) -> GenerationConfig:
+    """The generation options that hold when nobody names any: the model's own, then transformers'."""
+    config = copy.deepcopy(model.generation_config)
+    for name, value in config._get_default_generation_params().items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    return config
+
+
+def prepare(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Prepared:
+    """What ``model.generate`` would hand to a decoding callable for these inputs."""
+
+    def keep(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Prepared:
+        return Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+    prepared: Any = model.generate(input_ids, attention_mask=attention_mask, custom_generate=keep, **options)
+    return prepared
+
+
+def expand(model: PreTrainedModel, prepared: Prepared, copies: int) -> None:
+    """Repeat every row ``copies`` times, as ``num_return_sequences`` does, in place."""
+    prepared.input_ids, prepared.model_kwargs = model._expand_inputs_for_generation(
+        expand_size=copies, input_ids=prepared.input_ids, **prepared.model_kwargs
+    )
+
+
+def set_special_tokens(config: GenerationConfig, device: torch.device) -> None:
+    """Renew the tensors that transformers derives from the special ids, after these were changed."""
+    for name in ("eos", "pad", "bos"):
+        value = getattr(config, f"{name}_token_id")
+        tensor = None if value is None else torch.tensor(value, dtype=torch.long, device=device)
+        if name == "eos" and tensor is not None:
+            tensor = tensor.reshape(-1)
+        setattr(config, f"_{name}_token_tensor", tensor)
+
+
+def _built_processors(model: PreTrainedModel, prepared: Prepared, config: GenerationConfig) -> LogitsProcessorList:
+    return model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=prepared.input_ids.shape[1],
+        encoder_input_ids=prepared.input_ids,
+        prefix_allowed_tokens_fn=None,
+        logits_processor=LogitsProcessorList(),
+        device=prepared.input_ids.device,
+        model_kwargs=prepared.model_kwargs,
+    )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        return left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, LogitsProcessor | StoppingCriteria):
+        return vars(left).keys() == vars(right).keys() and all(
+            _same(value, vars(right)[name]) for name, value in vars(left).items()
+        )
+    return bool(left == right)
+
+
+@dataclass
+class Processors:
+    """Logits processors by their place in the chain."""
+
+    callers: list[LogitsProcessor]
+    built: list[LogitsProcessor]
+    last: list[LogitsProcessor]
+
+
+def processors(model: PreTrainedModel, prepared: Prepared, winning: GenerationConfig, *, warp: bool) -> Processors:
+    """Split the caller's own processors from those ``generate`` made, and make the latter anew.
+
+    Args:
+        model: the model being decoded.
+        prepared: what ``generate`` handed over; its list mixes both kinds.
+        winning: the options that hold after the recipe was merged.
+        warp: whether the sampling warpers (temperature, top-k, ...) are wanted.
+    """
+    made = _built_processors(model, prepared, _without_guidance(prepared.config))
+    callers = [own for own in prepared.logits_processor if not any(_same(own, other) for other in made)]
+    wanted = _without_guidance(winning)
+    wanted.do_sample = bool(winning.do_sample and warp)
+    kinds = {type(own) for own in callers}
+    rebuilt = [made for made in _built_processors(model, prepared, wanted) if type(made) not in kinds]
+    last = [processor for processor in rebuilt if type(processor).__name__ in _LAST_PROCESSORS]
+    return Processors(callers, [processor for processor in rebuilt if processor not in last], last)
+
+
+def _without_guidance(config: GenerationConfig) -> GenerationConfig:
+    # The guidance processor owns a cache and the negative prompt, which cannot be had again: the given one is kept.
+    config = copy.copy(config)
+    config.guidance_scale = None
+    return config
+
+
+def uses_guidance(prepared: Prepared) -> bool:
+    """Whether transformers' own classifier-free guidance is among the processors."""
+    return any(isinstance(own, UnbatchedClassifierFreeGuidanceLogitsProcessor) for own in prepared.logits_processor)
+
+
+def callers_criteria(prepared: Prepared) -> StoppingCriteriaList:
+    """The stopping criteria that the caller gave, without those ``generate`` made from options."""
+    config = prepared.config
+
+    def made(criterion: StoppingCriteria) -> bool:
+        if isinstance(criterion, MaxLengthCriteria):
+            return criterion.max_length == config.max_length
+        if isinstance(criterion, MaxTimeCriteria):
+            return criterion.max_time == config.max_time
+        eos = getattr(config, "_eos_token_tensor", None)
+        return isinstance(criterion, EosTokenCriteria) and eos is not None and _same(criterion.eos_token_id, eos)
+
+    return StoppingCriteriaList([criterion for criterion in prepared.stopping_criteria if not made(criterion)])
+
+
+class Stepper:
+    """Runs a model over one rectangular batch with the cache that ``generate`` prepared.
+
+    The batch keeps transformers' own shapes and order of operations, so that logits equal plain ``generate``'s to the bit.
+    """
+
+    def __init__(self, model: PreTrainedModel, prepared: Prepared, *, hidden_states: bool = False) -> None:
+        self.model = model
+        self.input_ids = prepared.input_ids
+        self._config = prepared.config
+        self._kwargs = dict(prepared.model_kwargs)
+        if hidden_states:
+            self._kwargs["output_hidden_states"] = True
+        self._cached = bool(self._kwargs.get("use_cache", True))
+        compiled = model._valid_auto_compile_criteria(self._kwargs, self._config)
+        self._forward: Callable[..., Any] = (
+            model.get_compiled_call(self._config.compile_config) if compiled else model.__call__
+        )
+
+    @property
+    def cache(self) -> Any:
+        """The transformers cache, or ``None``."""
+        return self._kwargs.get(CACHE_KEY)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Columns that the cache already holds."""
+        return int(self.cache.get_seq_length()) if self.cache is not None else 0
+
+    def extend(self, tokens: Tensor) -> None:
+        """Append known tokens, [R, N], to the prompts before they are prefilled."""
+        self.input_ids = torch.cat([self.input_ids, tokens], dim=-1)
+        self._kwargs = self.model._update_model_kwargs_for_generation(
+            ModelOutput(), self._kwargs, num_new_tokens=tokens.shape[1]
+        )
+
+    def prefill(self, last: int = 1) -> Any:
+        """Forward the whole prompt; the outputs hold logits of at least its ``last`` positions."""
+        if "logits_to_keep" in self._kwargs:
+            self._kwargs["logits_to_keep"] = last
+        outputs = self.model._prefill(self.input_ids, self._config, self._kwargs)
+        return self._advance(outputs)
+
+    def step(self, tokens: Tensor) -> Any:
+        """Append one token a row, [R], and forward it."""
+        self.input_ids = torch.cat([self.input_ids, tokens.unsqueeze(-1)], dim=-1)
+        if "logits_to_keep" in self._kwargs:
+            self._kwargs["logits_to_keep"] = 1
+        inputs = self.model.prepare_inputs_for_generation(
+            self.input_ids, next_sequence_length=1 if self._cached else None, **self._kwargs
+        )
+        return self._advance(self._forward(**inputs, return_dict=True))
+
+    def _advance(self, outputs: Any) -> Any:
+        self._kwargs = self.model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        return outputs
+
+    @contextlib.contextmanager
+    def optimized(self) -> Iterator[None]:
+        """The model as transformers tunes it for one-token steps."""
+        with self.model._optimize_model_for_decode():
+            yield
+
+
+def generate_output(
+    sequences: Tensor, records: Mapping[str, tuple[Any, ...] | None], cache: Any
+) -> GenerateDecoderOnlyOutput:
+    """The dictionary that ``return_dict_in_generate`` promises."""
+    return GenerateDecoderOnlyOutput(sequences=sequences, **records, **{CACHE_KEY: cache})
+
+
+def readout(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """A function that projects hidden states onto the vocabulary as the model's head does.
+
+    Raises:
+        Refused: the model has no output embedding, or (when ``norm`` is asked for) no final norm under a known name.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise Refused(f"{type(model).__name__} has no output embedding to read hidden layers with")
+    config = text_config(model)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = _logit_scale(model, config)
+
+    def read(hidden: Tensor, *, norm: bool = False, finish: bool = True) -> Tensor:
+        if norm:
+            hidden = final_norm(model)(hidden)
+        logits = head(hidden.to(head.weight.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if finish and scale != 1.0:
+            logits = logits * scale
+        if finish and softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits
+
+    return read
+
+
+def _logit_scale(model: PreTrainedModel, config: Any) -> float:
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        return float(scale)
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        return 1.0 / float(divisor)
+    return float(getattr(config, "lm_head_multiplier", 1.0))  # Falcon-H1
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last decoder layer and the head.
+
+    Raises:
+        Refused: none under a known name.
+    """
+    decoder = model.get_decoder()
+    for name in _FINAL_NORMS:
+        if isinstance(norm := getattr(decoder, name, None), nn.Module):
+            return norm
+    raise Refused(
+        f"the final norm of {type(decoder).__name__} was not found (looked for {', '.join(_FINAL_NORMS)}); "
+        "read hidden layers without norm"
+    )

@@ -1,0 +1,176 @@
+"""From plain data to validated options, with faults a reader can act on.
+
+pydantic is lax where a recipe must not be (it reads the text ``"0.7"`` as a number) and speaks of inputs where a reader
+wrote an option; both are put right here, for plugins and every other section of a recipe.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from decodekit.core.errors import DecodekitError, nearest
+
+UNKNOWN, MISSING, WRONG, MISFIT = "unknown_option", "missing_option", "wrong_option", "wrong_kind"
+_SHOWN = 60
+_WORDING = tuple(
+    (re.compile(theirs), ours)
+    for theirs, ours in (
+        ("^Input ", ""),
+        (", unable to parse string as an? .*", ""),
+        ("a valid (tuple|list)", "a list"),
+        (r"a valid dictionary( or instance of \w+)?", "a mapping"),
+    )
+)
+
+Model = TypeVar("Model", bound=BaseModel)
+Loc = tuple[int | str, ...]
+
+
+class Fault(NamedTuple):
+    """One fault: where pydantic found it, its sort (``UNKNOWN``, ``MISSING``, ...), and one line about it."""
+
+    loc: Loc
+    code: str
+    message: str
+
+
+class Written(str):
+    """Text from a recipe that remembers the directory of the file that wrote it."""
+
+    directory: Path
+
+    def __new__(cls, text: str, directory: Path) -> Self:  # noqa: D102
+        written = super().__new__(cls, text)
+        written.directory = directory
+        return written
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, Path]]:
+        return type(self), (str(self), self.directory)
+
+
+def _beside_its_file(value: Any) -> Any:
+    if not isinstance(value, Written):
+        return value
+    return Path(os.path.normpath(value.directory / value))
+
+
+RecipePath = Annotated[Path, BeforeValidator(_beside_its_file)]
+"""The type of an option that names a file: absolute, and relative paths start at the recipe file that wrote them."""
+
+
+def shown(value: Any) -> str:
+    """A value as a recipe writes it, cut to fit in a line."""
+    words = {True: "true", False: "false", None: "null"}
+    text = (
+        words[value]
+        if value is None or isinstance(value, bool)
+        else repr(value[:_SHOWN] if isinstance(value, str) else value)
+    )
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def names(model: type[BaseModel]) -> dict[str, str]:
+    """The options of a model as they are written, each with its attribute; they differ for an alias."""
+    return {field.alias or attribute: attribute for attribute, field in model.model_fields.items()}
+
+
+def fault(message: str, *loc: int | str, code: str = WRONG, given: Any = None) -> ValidationError:
+    """A fault of our own for a validator to raise, so that the models around it put their places before ``loc``."""
+    return _validation_error([Fault(loc, code, message)], given)
+
+
+def faults(error: ValidationError) -> list[Fault]:
+    """What an error of ``validate`` says, in pydantic's order."""
+    return [Fault(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors(include_url=False)]
+
+
+def validate(model: type[Model], options: Mapping[str, Any]) -> Model:
+    """``options`` as an instance of ``model``, no text taken for a number and no number for a truth value.
+
+    Raises:
+        ValidationError: with messages as ``faults`` gives them. A model may have ``elsewhere``, a class variable that
+            maps names it does not know to what should be written instead.
+    """
+    try:
+        value = model.model_validate(options)
+    except ValidationError as error:
+        found = [_fault(detail, model) for detail in error.errors(include_url=False)]
+        raise _validation_error(found, options) from error
+    except DecodekitError as error:
+        raise fault(str(error)) from error
+    except Exception as error:
+        raise fault(f"{type(error).__name__} while its options were read: {error}") from error
+    mistaken = [
+        Fault(loc, WRONG, message)
+        for name, attribute in names(model).items()
+        if name in options
+        for loc, message in _mistaken(options[name], getattr(value, attribute), (name,))
+    ]
+    if mistaken:
+        raise _validation_error(mistaken, options)
+    return value
+
+
+def _validation_error(found: Sequence[Fault], given: Any) -> ValidationError:
+    details = [
+        InitErrorDetails(type=PydanticCustomError(code, "{message}", {"message": message}), loc=loc, input=given)
+        for loc, code, message in found
+    ]
+    return ValidationError.from_exception_data("options", details)
+
+
+def _fault(detail: ErrorDetails, model: type[BaseModel]) -> Fault:
+    loc, code, message, given = detail["loc"], detail["type"], detail["msg"], detail["input"]
+    if code in (UNKNOWN, MISSING, WRONG, MISFIT):
+        return Fault(loc, code, message)
+    if code == "extra_forbidden":
+        return Fault(loc, UNKNOWN, _unknown(str(loc[-1]), model) if len(loc) == 1 else "unknown option")
+    if code == "missing":
+        return Fault(loc, MISSING, "missing: this option is required")
+    if code == "value_error":
+        return Fault(loc, WRONG, str(detail["ctx"]["error"]))
+    if code in ("bool_type", "bool_parsing"):
+        return Fault(loc, WRONG, f"should be true or false, got {shown(given)}")
+    for theirs, ours in _WORDING:
+        message = theirs.sub(ours, message)
+    return Fault(loc, WRONG, f"{message}, got {shown(given)}")
+
+
+def _unknown(name: str, model: type[BaseModel]) -> str:
+    elsewhere: Mapping[str, str] = getattr(model, "elsewhere", {})
+    if name in elsewhere:
+        return f"no option here: write {elsewhere[name]} instead"
+    return f"unknown option: {nearest(name, names(model).keys() - {'kind'})}"
+
+
+def _mistaken(written: Any, value: Any, loc: Loc) -> Iterator[tuple[Loc, str]]:
+    """Places where pydantic took one type for another; what only a validator reads as a number (``4GiB``) is none."""
+    if isinstance(written, (list, tuple)) and isinstance(value, (list, tuple)) and len(written) == len(value):
+        for index, (one, other) in enumerate(zip(written, value, strict=True)):
+            yield from _mistaken(one, other, (*loc, index))
+    elif isinstance(written, Mapping) and isinstance(value, Mapping):
+        for key in written.keys() & value.keys():
+            yield from _mistaken(written[key], value[key], (*loc, key))
+    elif isinstance(value, bool):
+        if isinstance(written, (str, int, float)) and not isinstance(written, bool):
+            yield loc, f"should be true or false, got {shown(written)}"
+    elif isinstance(value, (int, float)):
+        if isinstance(written, bool):
+            yield loc, f"should be a number, got {shown(written)}"
+        elif isinstance(written, str) and _reads_as_number(written):
+            yield loc, f"should be a number, got the text {shown(written)}"
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

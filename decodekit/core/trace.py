@@ -1,0 +1,70 @@
+"""The trace: a JSONL file of what decoding did, one header, then a record a token and a record an event.
+
+Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "prompt_ids", "seed"}``. Token record: ``{"type":
+"token", "row", "position", "id", "text", "prob", "entropy", "legal", "alternatives": [{"stage", "top": [[id, text, prob],
+...]}, ...], "premature_layer", "divergence", ...}``; entropy is in nats. Event record: ``{"type": "event", "event", ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from decodekit.core.errors import InputError
+
+TRACE_VERSION = 1
+
+
+class TraceWriter:
+    """Writes a trace line by line, so that an interrupted run keeps what it had.
+
+    Args:
+        path: the file to write.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by close()
+        except OSError as error:
+            raise InputError(f"the trace cannot be written to {str(path)!r}: {error.strerror}") from error
+
+    def header(self, **fields: Any) -> None:
+        """The first line."""
+        from decodekit import __version__
+
+        self._write({"decodekit": __version__, "trace": TRACE_VERSION, **fields})
+
+    def token(self, **fields: Any) -> None:
+        """One emitted token."""
+        self._write({"type": "token", **fields})
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Something that is not a token: an end, candidates, blocks."""
+        self._write({"type": "event", "event": event, **fields})
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """The header and the records of a trace.
+
+    Raises:
+        InputError: not a trace, or one of another version.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        header = json.loads(lines[0])
+        version = header["trace"]
+    except (IndexError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is not a decodekit trace: its first line has no trace version") from error
+    if version != TRACE_VERSION:
+        raise InputError(f"{path} is a trace of version {version}; this decodekit reads version {TRACE_VERSION}")
+    return header, (json.loads(line) for line in lines[1:])

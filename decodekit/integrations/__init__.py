@@ -1,0 +1,1 @@
+"""Where decodekit meets other projects: model sources, evaluation harnesses, data engines."""

@@ -1,0 +1,19 @@
+"""Recipes: from YAML, JSON and mappings to plugins and options."""
+
+from decodekit.recipe.combinations import Clash, check_combinations, innermost
+from decodekit.recipe.generation import Generation
+from decodekit.recipe.json_schema import recipe_schema
+from decodekit.recipe.load import load_recipe, recipe_faults
+from decodekit.recipe.schema import DynamicCache, Recipe
+
+__all__ = [
+    "Clash",
+    "DynamicCache",
+    "Generation",
+    "Recipe",
+    "check_combinations",
+    "innermost",
+    "load_recipe",
+    "recipe_faults",
+    "recipe_schema",
+]

@@ -1,0 +1,74 @@
+"""Parts of a recipe that are each right and cannot be honoured together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from decodekit.core.protocols import Plugin, SearchStrategy, SequenceStrategy, TokenStrategy
+from decodekit.recipe.schema import Recipe
+
+
+class Clash(NamedTuple):
+    """The option to change, as a path into the recipe, and one line that says why and to what."""
+
+    path: tuple[str, ...]
+    message: str
+
+
+def innermost(strategy: Plugin) -> Plugin:
+    """The strategy at the end of a chain of ``inner``."""
+    while isinstance(inner := getattr(strategy, "inner", None), Plugin):
+        strategy = inner
+    return strategy
+
+
+def check_combinations(recipe: Recipe) -> list[Clash]:
+    """Every impossible combination of a recipe; empty when it can be honoured."""
+    return [clash for check in _CHECKS for clash in check(recipe)]
+
+
+def _beams(recipe: Recipe) -> Iterator[Clash]:
+    strategy, beams = recipe.strategy, recipe.generation.num_beams or 1
+    if beams > 1 and not (isinstance(strategy, SearchStrategy) and "num_beams" in type(strategy).model_fields):
+        kept = f"{beams} beams, but strategy {strategy.kind!r} keeps one hypothesis a row"
+        yield Clash(("generation", "num_beams"), f"{kept}; leave it out or use a beam strategy")
+
+
+def _copies(recipe: Recipe) -> Iterator[Clash]:
+    """Several outputs of a deterministic method would all be the same."""
+    strategy, generation = recipe.strategy, recipe.generation
+    if generation.do_sample:
+        return
+    remedy = "the same text each time without sampling; say generation: {do_sample: true}"
+    copies = generation.num_return_sequences or 1
+    if copies > 1 and isinstance(strategy, TokenStrategy):
+        yield Clash(("generation", "num_return_sequences"), f"{copies} outputs of {strategy.kind!r} are {remedy}")
+    n: Any = getattr(strategy, "n", 1)
+    if isinstance(strategy, SequenceStrategy) and isinstance(n, int) and n > 1:
+        inner = getattr(strategy, "inner", None)
+        if isinstance(inner, TokenStrategy):
+            yield Clash(("strategy", "n"), f"{n} outputs of {inner.kind!r} are {remedy}")
+
+
+def _drafter(recipe: Recipe) -> Iterator[Clash]:
+    inner = innermost(recipe.strategy)
+    if recipe.drafter is not None and not isinstance(inner, TokenStrategy):
+        lacking = f"a token-level strategy must verify its tokens, and {inner.kind!r} is none"
+        yield Clash(("drafter",), f"{lacking}; leave the drafter out")
+
+
+def _fallback(recipe: Recipe) -> Iterator[Clash]:
+    if recipe.fallback == "relax" and not recipe.rules:
+        yield Clash(("fallback",), "there are no rules to relax; give rules, or leave fallback out")
+
+
+def _lengths(recipe: Recipe) -> Iterator[Clash]:
+    options = recipe.generation
+    for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
+        low, high = getattr(options, least), getattr(options, most)
+        if low is not None and high is not None and low > high:
+            yield Clash(("generation", least), f"{low} is more than {most}: {high}")
+
+
+_CHECKS = (_beams, _copies, _drafter, _fallback, _lengths)

@@ -1,0 +1,102 @@
+"""The JSON Schema of a recipe, over the plugins that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.json_schema import models_json_schema
+
+from decodekit.core import registry
+from decodekit.core.protocols import Plugin
+from decodekit.core.registry import PluginInfo
+from decodekit.recipe.generation import Generation
+from decodekit.recipe.schema import CACHES, Recipe
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+Schema = dict[str, Any]
+
+
+def recipe_schema() -> tuple[Schema, list[PluginInfo]]:
+    """The schema (draft 2020-12) of a recipe file, and the plugins that it lacks because they failed to import.
+
+    Each place of a plugin takes any installed one that fits there, told apart by ``kind``, or its bare kind where no
+    option is required. What a schema cannot say, ``load_recipe`` checks: impossible combinations, files that are named.
+    """
+    names, failures = _usable(registry.inventory())
+    bases = [base for group in registry.GROUPS.values() for base in group]
+    models: list[type[BaseModel]] = [Recipe, Generation, *bases, *names, *CACHES.values()]
+    keyed, document = models_json_schema([(model, "validation") for model in models])
+    definitions: Schema = document["$defs"]
+    references: dict[Any, Schema] = {model: reference for (model, _), reference in keyed.items()}
+
+    def definition(model: type[BaseModel]) -> Schema:
+        schema: Schema = definitions[references[model]["$ref"].removeprefix("#/$defs/")]
+        return schema
+
+    for model, kinds in [*names.items(), *((cache, [kind]) for kind, cache in CACHES.items())]:
+        _require_kind(definition(model), kinds)
+    for base in bases:
+        fitting = {model: kinds for model, kinds in names.items() if issubclass(model, base)}
+        union = _union([references[model] for model in fitting], _bare(fitting.items()))
+        definition(base).clear()
+        definition(base).update(title=base.__name__, **union)
+    properties: Schema = definition(Recipe)["properties"]
+    caches = _union([references[model] for model in CACHES.values()], list(CACHES))
+    sections = {
+        "strategy": {"anyOf": properties["strategy"]["anyOf"]},
+        "cache": caches,
+        "generation": references[Generation],
+    }
+    for name, schema in sections.items():  # the others are nullable as they are
+        described = properties[name]["description"]
+        properties[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}], "description": described}
+    properties["extends"] = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "recipe files, relative to this one, over which this one is merged",
+    }
+    root = {"$schema": DIALECT, "title": "decodekit recipe", **references[Recipe], "$defs": definitions}
+    return root, failures
+
+
+def _usable(inventory: Iterable[PluginInfo]) -> tuple[dict[type[Plugin], list[str]], list[PluginInfo]]:
+    """Each class with the names that a recipe may call it by, and the plugins without a class or a schema."""
+    names: dict[type[Plugin], list[str]] = {}
+    failures = []
+    for info in inventory:
+        if info.status not in ("ok", "ambiguous"):
+            failures += [info] if info.status == "error" else []
+            continue
+        qualified = f"{info.distribution}:{info.kind}"
+        plugin = registry.load(info.group, qualified)
+        try:
+            plugin.model_json_schema()
+        except PydanticInvalidForJsonSchema as error:
+            failures.append(replace(info, status="error", error=f"has no JSON schema: {error}"))
+            continue
+        names.setdefault(plugin, []).extend([qualified] if info.status == "ambiguous" else [info.kind, qualified])
+    return names, failures
+
+
+def _require_kind(schema: Schema, kinds: list[str]) -> None:
+    schema["properties"]["kind"] = {"enum": kinds}
+    schema["required"] = ["kind", *schema.get("required", [])]
+
+
+def _bare(models: Iterable[tuple[type[BaseModel], list[str]]]) -> list[str]:
+    """Kinds that are a plugin without further options."""
+    return [
+        kind
+        for model, kinds in models
+        if not any(field.is_required() for field in model.model_fields.values())
+        for kind in kinds
+    ]
+
+
+def _union(members: list[Schema], bare: list[str]) -> Schema:
+    alternatives = [*members, *([{"enum": bare}] if bare else [])]
+    return {"oneOf": alternatives} if alternatives else {"not": {}}

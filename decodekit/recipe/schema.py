@@ -1,0 +1,131 @@
+"""What a recipe says, validated: its plugins, its cache and its options of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
+from pydantic_core import to_jsonable_python
+
+from decodekit.core import options, registry
+from decodekit.core.errors import nearest
+from decodekit.core.protocols import (
+    Constraint,
+    Drafter,
+    Plugin,
+    Rule,
+    SearchStrategy,
+    SequenceStrategy,
+    TokenStrategy,
+)
+from decodekit.recipe.generation import Generation
+
+Strategy = TokenStrategy | SearchStrategy | SequenceStrategy
+Fallback = Literal["error", "relax", "eos", "raw"]
+
+
+class DynamicCache(BaseModel):
+    """Hugging Face's own cache: a row's keys and values grow with it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Literal["dynamic"] = "dynamic"
+
+
+CACHES: Mapping[str, type[DynamicCache]] = {"dynamic": DynamicCache}
+"""The caches a recipe can name. A new one is a model, an entry here and a member of ``Recipe.cache``'s type."""
+
+
+def _strategy(spec: Any, _: Any) -> Any:
+    return registry.build("strategies", spec)
+
+
+def _default_strategy() -> Any:
+    return registry.create("strategies", "sample")
+
+
+def _cache(spec: Any) -> Any:
+    spec = {"kind": spec} if isinstance(spec, str) else spec
+    if not isinstance(spec, Mapping):
+        return spec
+    if not isinstance(kind := spec.get("kind"), str):
+        raise options.fault(f"'kind' should name one of {', '.join(CACHES)}")
+    if kind not in CACHES:
+        raise options.fault(f"unknown cache {kind!r}: {nearest(kind, CACHES)}", "kind")
+    return options.validate(CACHES[kind], spec)
+
+
+def _generation(spec: Any) -> Any:
+    return options.validate(Generation, spec) if isinstance(spec, Mapping) else spec
+
+
+class Recipe(BaseModel):
+    """How to decode: which strategy, under which rules and constraint, with which drafter, cache and options.
+
+    ``load_recipe`` makes one from a file or a mapping; from Python, plugins are given as they are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # Read by core.options: names that are often written here, and where they belong.
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **{name: f"generation: {{{name}: ...}}" for name in Generation.model_fields},
+        "extend": "extends: base.yaml",
+    }
+
+    strategy: Annotated[Strategy, WrapValidator(_strategy)] = Field(
+        default_factory=_default_strategy,
+        description="scores tokens, keeps hypotheses, or decides between outputs; sample when left out",
+    )
+    rules: tuple[Rule, ...] | None = Field(
+        None,
+        description="change the logits, in order; given, even empty, they replace the sampling warpers of generate",
+    )
+    constraint: Constraint | None = Field(None, description="a language that every output belongs to")
+    drafter: Drafter | None = Field(
+        None, description="proposes tokens for the innermost token-level strategy to verify"
+    )
+    cache: Annotated[DynamicCache, BeforeValidator(_cache)] = Field(
+        default_factory=DynamicCache, description="where keys and values live"
+    )
+    fallback: Fallback = Field(
+        "error",
+        description="what becomes of a row whose rules leave no token: it fails, relaxes its rules, ends (eos), or "
+        "decodes from the raw logits",
+    )
+    generation: Annotated[Generation, BeforeValidator(_generation)] = Field(
+        default_factory=Generation, description="options of generate; the call's own win over them"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, sections: Any) -> Any:
+        """So that a recipe can take back a section of the one it extends, or leave one empty."""
+        if isinstance(sections, Mapping):
+            return {
+                name: value for name, value in sections.items() if value is not None or name not in cls.model_fields
+            }
+        return sections
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was written, merged, paths resolved: plain data for JSON; ``load_recipe`` makes an equal recipe."""
+        return {name: plain(getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set}
+
+
+def plain(value: Any) -> Any:
+    """A plugin or section as a recipe writes it: its kind and the options that were given."""
+    if isinstance(value, BaseModel):
+        given = {
+            name: plain(getattr(value, attribute))
+            for name, attribute in options.names(type(value)).items()
+            if attribute in value.model_fields_set
+        }
+        if isinstance(value, Plugin):
+            return {"kind": registry.name_of(value), **{name: item for name, item in given.items() if name != "kind"}}
+        return given
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return to_jsonable_python(value)

@@ -1,0 +1,38 @@
+"""Repetition penalty: make tokens that already occurred less likely."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decodekit.core.protocols import Rule
+from decodekit.core.types import Rows, Scope
+
+
+class RepetitionPenalty(Rule):
+    """Divide the positive logits of tokens that already occurred by the penalty, and multiply the negative ones by it.
+
+    Keskar et al., 2019, arXiv:1909.05858, section 4.1; a penalty above 1 lowers the score whatever its sign. How often
+    a token occurred does not matter. Cost: one pass over the logits and one over the history.
+    """
+
+    cost: ClassVar[str] = "O(V + L)"
+
+    kind: Literal["repetition_penalty"] = "repetition_penalty"
+    penalty: float = Field(
+        description="above 1 discourages repetition, below 1 encourages it", gt=0, allow_inf_nan=False
+    )
+    scope: Scope = Field("both", description="where a token must have occurred: prompt, output or both")
+
+    def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
+        if self.penalty == 1:
+            return logits
+        scores = logits.gather(1, rows.tokens)
+        penalized = torch.where(scores > 0, scores / self.penalty, scores * self.penalty)
+        # A penalty moves every score the same way, so that a token that occurs often is still penalized once.
+        mode, nothing = ("amin", math.inf) if self.penalty > 1 else ("amax", -math.inf)
+        return logits.scatter_reduce(1, rows.tokens, penalized.where(rows.within(self.scope), nothing), mode)

@@ -1,0 +1,1 @@
+"""The request-based decoding loop and the Decoder over it."""

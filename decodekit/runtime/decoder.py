@@ -1,0 +1,206 @@
+"""The Decoder: a recipe made callable, for ``generate(custom_generate=...)`` and for text in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from decodekit.core import compat
+from decodekit.core.errors import InputError, RowError
+from decodekit.core.types import Output
+from decodekit.recipe import Recipe
+from decodekit.runtime.call import Call, Given, assemble
+from decodekit.runtime.loop import SequenceState, StepRecord, spread
+from decodekit.runtime.streams import Stream
+from decodekit.runtime.text import Prompt, split_inputs
+from decodekit.runtime.text_call import TextCall
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Decodes any causal language model the way a recipe says. Keeps no state between calls.
+
+    Attributes:
+        recipe: what to do.
+        tokenizer: for stop strings, texts in rules and chat templates, where a call gives none.
+        models: other models by name (draft, amateur, ...).
+        streamer: gets the tokens as they are chosen, where a call gives none.
+    """
+
+    recipe: Recipe
+    tokenizer: Any = None
+    models: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    streamer: Any = None
+
+    def bind(self, tokenizer: Any = None, models: Mapping[str, Any] | None = None, streamer: Any = None) -> Decoder:
+        """A copy that knows these; ``generate`` never hands its tokenizer or streamer to ``custom_generate``."""
+        return dataclasses.replace(
+            self,
+            tokenizer=tokenizer if tokenizer is not None else self.tokenizer,
+            models={**self.models, **(models or {})},
+            streamer=streamer if streamer is not None else self.streamer,
+        )
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        dk_tokenizer: Any = None,
+        dk_streamer: Any = None,
+        dk_inputs: Sequence[Mapping[str, Any]] | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``model.generate(..., custom_generate=decoder)`` calls.
+
+        Args:
+            model: the causal language model.
+            input_ids: [R, T] left-padded.
+            logits_processor: what ``generate`` built and the caller gave.
+            stopping_criteria: likewise.
+            generation_config: the merged options.
+            dk_tokenizer: the tokenizer, for stop strings and texts.
+            dk_streamer: a transformers streamer (one row) or one with ``put(row, tokens)``.
+            dk_inputs: one dict a prompt: text, context, negative_prompt, seed.
+            model_kwargs: mask, cache and what else the forwards are given.
+
+        Returns:
+            [R, T + N] ids, ended rows filled with the pad id; or the dictionary of ``return_dict_in_generate``.
+
+        Raises:
+            Refused: something that was asked for cannot be honoured.
+            RowError: no row could be decoded. Where only some fail they end early, with a warning each.
+        """
+        stream = Stream(dk_streamer if dk_streamer is not None else self.streamer)
+        prepared = compat.Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        tokenizer = dk_tokenizer if dk_tokenizer is not None else self.tokenizer
+        try:
+            given = Given(tokenizer=tokenizer, models=self.models, inputs=list(dk_inputs or ()))
+            call = assemble(model, prepared, self.recipe, given)
+            stream.start(call.prepared.input_ids)
+            recorder = Recorder(call)
+            for record in call.loop.run():
+                stream.put(record)
+                recorder.take(record)
+            _report_failures(call.sequences)
+            return recorder.result()
+        finally:
+            stream.end()
+
+    def run(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt] | str, **generation_options: Any) -> list[Output]:
+        """Decode texts, as one batch.
+
+        Args:
+            model: the causal language model.
+            tokenizer: its tokenizer.
+            prompts: texts, lists of chat messages, or ``{"prompt": ..., "context": ..., "seed": ...}``.
+            generation_options: any option of ``generate`` (beats the recipe), ``seed``, ``raw=True`` (no chat template),
+                ``streamer``, ``trace`` (a file to write).
+
+        Returns:
+            an output a prompt, in order (``num_return_sequences`` of them in a row); one that failed has
+            ``finish_reason`` ``error`` and says why.
+        """
+        texts = self._texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, generation_options)
+        for _ in texts.run():
+            pass
+        return texts.outputs()
+
+    def stream(self, model: Any, tokenizer: Any, prompt: Prompt, **generation_options: Any) -> Iterator[str]:
+        """Decode one text and give it out piece by piece; the pieces joined are ``run``'s text.
+
+        Raises:
+            RowError: the prompt could not be decoded.
+        """
+        texts = self._texts(model, tokenizer, [prompt], generation_options)
+        for record in texts.run():
+            for piece in record.pieces:
+                if piece:
+                    yield piece
+        [output, *_] = texts.outputs()
+        if output.error is not None:
+            raise RowError(output.error)
+        if rest := output.text[texts.given_out :]:
+            yield rest
+
+    @torch.no_grad()
+    def score(self, model: Any, tokenizer: Any, prompt: Prompt, continuation: str, **generation_options: Any) -> list[float]:
+        """Log-probabilities (nats) of each token of ``continuation`` after ``prompt``, under this decoder's distribution.
+
+        One forward scores all positions. Options as in ``run``; ``do_sample`` decides whether sampling rules count.
+
+        Raises:
+            InputError: the prompt or the continuation is empty, or too long for the model.
+            RowError: the model or the rules leave no distribution at some position.
+        """
+        text, inputs = split_inputs(prompt)
+        ids = tokenizer(continuation, add_special_tokens=False).input_ids
+        if not ids:
+            raise InputError(f"the continuation {continuation!r} has no token; give at least one")
+        options = {**generation_options, "max_new_tokens": len(ids)}
+        return self._texts(model, tokenizer, [{"prompt": text, **inputs}], options).score(ids)
+
+    def _texts(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> TextCall:
+        return TextCall(
+            self.recipe, model, tokenizer, prompts, {"streamer": self.streamer, **options}, models=self.models
+        )
+
+
+class Recorder:
+    """Collects what ``generate`` returns."""
+
+    def __init__(self, call: Call) -> None:
+        config = call.settings.config
+        wanted = bool(config.return_dict_in_generate)
+        self._call, self._dict = call, wanted
+        self._scores: list[Tensor] | None = [] if wanted and config.output_scores else None
+        self._logits: list[Tensor] | None = [] if wanted and config.output_logits else None
+        self._attentions: list[Any] | None = [] if wanted and config.output_attentions else None
+        self._hidden: list[Any] | None = [] if wanted and config.output_hidden_states else None
+
+    def take(self, record: StepRecord) -> None:
+        """One step."""
+        main, rows, pad = self._call.loop.main, len(self._call.sequences), self._call.settings.pad
+        if self._scores is not None:
+            self._scores.append(spread(record.picked.final, record.sequences, rows, pad))
+        if self._logits is not None:
+            self._logits.append(spread(record.outputs["main"].logits, record.sequences, rows, pad))
+        if self._attentions is not None:
+            self._attentions.append(main.raw.attentions)
+        if self._hidden is not None:
+            self._hidden.append(main.raw.hidden_states)
+
+    def result(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """[R, T + N] ids, or the dictionary."""
+        prompt, pad = self._call.prepared.input_ids, self._call.settings.pad
+        longest = max(len(sequence.tokens) for sequence in self._call.sequences)
+        rows = [sequence.tokens + [pad] * (longest - len(sequence.tokens)) for sequence in self._call.sequences]
+        new = torch.tensor(rows, dtype=prompt.dtype, device=prompt.device).reshape(len(rows), longest)
+        ids = torch.cat([prompt, new], dim=-1)
+        if not self._dict:
+            return ids
+        records = {
+            "scores": self._scores,
+            "logits": self._logits,
+            "attentions": self._attentions,
+            "hidden_states": self._hidden,
+        }
+        tuples = {name: None if values is None else tuple(values) for name, values in records.items()}
+        return compat.generate_output(ids, tuples, self._call.loop.main.cache)
+
+
+def _report_failures(sequences: Sequence[SequenceState]) -> None:
+    failed = [sequence for sequence in sequences if sequence.error is not None]
+    if failed and len(failed) == len(sequences):
+        raise RowError(f"row {failed[0].row}: {failed[0].error}")
+    for sequence in failed:
+        warnings.warn(f"row {sequence.row} ended early: {sequence.error}", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,150 @@
+"""From scores to tokens: the chain of rules, the invariant after it, and the pick.
+
+After every chain each row must have a finite maximum: no NaN, no +inf, at least one legal token. A row that has none is
+handled by the named fallback, for that row alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from decodekit.core.errors import DecodekitError, PluginError
+from decodekit.core.random import TOKEN_LANE, inverse_cdf
+from decodekit.core.types import Rows, draw
+
+Fallback = Literal["error", "relax", "eos", "raw"]
+Step = Callable[[Rows, Tensor], Tensor]
+
+LANES_PER_RULE = 16
+"""Random lanes that a rule may use; lane 0 picks the token."""
+
+
+@dataclass
+class Picked:
+    """What the pipeline decided at each position.
+
+    Attributes:
+        tokens: [P] int64.
+        final: [P, V] logits after all rules.
+        failures: position -> why it cannot go on.
+        stages: (name, [P, V]) after the strategy and after each rule; only when asked for.
+    """
+
+    tokens: Tensor
+    final: Tensor
+    failures: dict[int, str] = field(default_factory=dict)
+    stages: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+class Pipeline:
+    """The rules of one call, in order.
+
+    Args:
+        steps: (name, callable) pairs; a callable is a ``Rule`` or works like one.
+        sample: draw the token; otherwise take the most likely one.
+        fallback: what becomes of a row that its rules left without a token.
+        eos: ids that end a sequence, for the ``eos`` fallback.
+    """
+
+    def __init__(
+        self, steps: Sequence[tuple[str, Step]], *, sample: bool, fallback: Fallback = "error", eos: tuple[int, ...] = ()
+    ) -> None:
+        self.steps = tuple(steps)
+        self.sample = sample
+        self.fallback = fallback
+        self.eos = eos
+
+    def __call__(self, rows: Rows, scores: Tensor, states: Sequence[Sequence[Any]], *, record: bool = False) -> Picked:
+        """Pick one token a position.
+
+        Args:
+            rows: what is known about the positions.
+            scores: [P, V] from the strategy.
+            states: [steps][P] the state of each rule at each position.
+            record: keep the logits after every rule.
+        """
+        logits, stages = scores, [("scores", scores)]
+        for index in range(len(self.steps)):
+            logits = self._apply(index, rows, logits, states)
+            if record:
+                stages.append((self.steps[index][0], logits))
+        top, tokens = logits.max(-1)
+        failures: dict[int, str] = {}
+        broken = ~torch.isfinite(top)
+        if bool(broken.any()):
+            logits = logits.clone()
+            for position in broken.nonzero().flatten().tolist():
+                row = self._rescue(position, rows, scores, states)
+                if isinstance(row, str):
+                    failures[position] = row
+                    # Any legal row will do: what is picked here is thrown away.
+                    row = torch.zeros_like(logits[position])
+                logits[position] = row
+            tokens = logits.argmax(-1)
+        if self.sample:
+            probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+            tokens = inverse_cdf(probabilities, draw(rows.streams, rows.positions, TOKEN_LANE))
+        return Picked(tokens, logits, failures, stages if record else [])
+
+    def _apply(self, index: int, rows: Rows, logits: Tensor, states: Sequence[Sequence[Any]]) -> Tensor:
+        name, step = self.steps[index]
+        own = dataclasses.replace(rows, states=states[index], lane=1 + LANES_PER_RULE * index)
+        try:
+            result = step(own, logits)
+        except DecodekitError:
+            raise
+        except Exception as error:
+            raise PluginError(f"rule {name!r} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
+            given = f"{tuple(result.shape)} {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+            raise PluginError(f"rule {name!r} returned {given}; expected {tuple(logits.shape)} {logits.dtype}")
+        return result
+
+    def _rescue(self, position: int, rows: Rows, scores: Tensor, states: Sequence[Sequence[Any]]) -> Tensor | str:
+        """The logits [V] that the fallback gives this position, or why it cannot go on."""
+        one = select(rows, [position])
+        own = [[column[position]] for column in states]
+        logits = scores[position : position + 1]
+        if not torch.isfinite(logits.max()):
+            found = "NaN" if bool(logits.isnan().any()) else "no finite value" if logits.max() < 0 else "infinity"
+            return f"the scores of the next token hold {found}: the model or the strategy is broken for this prompt"
+        last = logits
+        for index, (name, _) in enumerate(self.steps):
+            logits = self._apply(index, one, logits, own)
+            if not torch.isfinite(logits.max()):
+                culprit = name
+                break
+            last = logits
+        else:
+            return "the rules gave other logits when they were run again: one of them is not deterministic"
+        if self.fallback == "relax":
+            return last[0]
+        if self.fallback == "raw":
+            return scores[position]
+        if self.fallback == "eos" and self.eos:
+            ended = torch.full_like(scores[position], -math.inf)
+            ended[list(self.eos)] = 0.0
+            return ended
+        why = "no EOS id is known for fallback: eos" if self.fallback == "eos" else "or set fallback: relax | eos | raw"
+        return f"rule {culprit!r} left no token to choose from; loosen it, {why}"
+
+
+def select(rows: Rows, positions: Sequence[int]) -> Rows:
+    """The given positions of ``rows``, in this order."""
+    index = torch.tensor(positions, device=rows.tokens.device)
+    return dataclasses.replace(
+        rows,
+        tokens=rows.tokens[index],
+        lengths=rows.lengths[index],
+        prompt_lengths=rows.prompt_lengths[index],
+        requests=[rows.requests[position] for position in positions],
+        streams=[rows.streams[position] for position in positions],
+        states=[rows.states[position] for position in positions] if rows.states else (),
+    )

@@ -1,0 +1,65 @@
+"""From loop records to trace records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decodekit.core.trace import TraceWriter
+from decodekit.runtime.loop import SequenceState, StepRecord
+
+ALTERNATIVES = 5
+"""Most likely tokens that a trace keeps of every stage."""
+
+
+def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int], str]) -> None:
+    """Write one token record a live row."""
+    final = record.picked.final
+    log_probs = final.log_softmax(-1)
+    entropy = torch.where(log_probs == -torch.inf, 0.0, -log_probs.exp() * log_probs).sum(-1).tolist()
+    legal = (final > -torch.inf).sum(-1).tolist()
+    chosen = log_probs.exp().gather(-1, record.picked.tokens.unsqueeze(-1)).squeeze(-1).tolist()
+    stages = [(name, *_top(logits)) for name, logits in record.picked.stages]
+    notes = {name: values.tolist() for name, values in record.outputs.annotations.items()}
+    for position, (sequence, token) in enumerate(zip(record.sequences, record.tokens, strict=True)):
+        if sequence.error is not None:
+            continue
+        writer.token(
+            row=sequence.row,
+            position=len(sequence.tokens) - 1,
+            id=token,
+            text=text_of(token),
+            prob=chosen[position],
+            entropy=entropy[position],
+            legal=legal[position],
+            alternatives=[
+                {
+                    "stage": name,
+                    "top": [
+                        [token_id, text_of(token_id), probability]
+                        for token_id, probability in zip(ids[position], probabilities[position], strict=True)
+                        if probability > 0
+                    ],
+                }
+                for name, ids, probabilities in stages
+            ],
+            **{name: values[position] for name, values in notes.items()},
+        )
+
+
+def trace_ends(writer: TraceWriter, sequences: Sequence[SequenceState]) -> None:
+    """Write how every row ended."""
+    for sequence in sequences:
+        fields: dict[str, Any] = {"row": sequence.row, "finish_reason": sequence.finish_reason}
+        if sequence.error is not None:
+            fields["error"] = sequence.error
+        writer.event("finished", **fields)
+
+
+def _top(logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    probabilities = logits.softmax(-1)
+    values, ids = probabilities.topk(min(ALTERNATIVES, logits.shape[-1]), dim=-1)
+    return ids.tolist(), values.tolist()
