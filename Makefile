@@ -2,8 +2,9 @@
 # make test   the tests, on the newest transformers and on the oldest that is supported
 
 PYTHON ?= python3
-# Without an NVIDIA GPU a fixed torch keeps runs comparable, and is the version for which CPU-only builds are looked up first.
-TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
+# Without an NVIDIA GPU: a version whose CPU build pip prefers where an index offers one (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL).
+# Another torch: make TORCH=torch==2.11.0
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 OLDEST ?= 5.17.0
 
 RUN = .venv/bin/decodekit run
@@ -12,7 +13,6 @@ OLDEST_SITE = .venv/transformers-$(OLDEST)
 PLUGINS = $(wildcard plugins/*/)
 
 .PHONY: install demo test test-newest test-oldest lint types
-.DELETE_ON_ERROR:
 
 install: $(INSTALLED)
 
@@ -33,8 +33,8 @@ test: test-newest test-oldest
 test-newest: install
 	.venv/bin/python -m pytest
 
-# A second transformers beside the newest one: only what depends on its version runs again. Its huggingface_hub needs httpx, which the
-# newest no longer brings.
+# A second transformers in front of the newest one: what depends on its version runs again. Its huggingface_hub needs httpx,
+# which the newest no longer brings.
 test-oldest: $(OLDEST_SITE)
 	PYTHONPATH=$(OLDEST_SITE) .venv/bin/python -m pytest -m "integration and not slow"
 

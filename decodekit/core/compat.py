@@ -233,6 +233,7 @@ class Stepper:
         self._kwargs = dict(prepared.model_kwargs)
         if hidden_states:
             self._kwargs["output_hidden_states"] = True
+        self._context = context_length(model)
         self._cached = bool(self._kwargs.get("use_cache", True))
         compiled = model._valid_auto_compile_criteria(self._kwargs, self._config)
         self._forward: Callable[..., Any] = (
@@ -275,6 +276,10 @@ class Stepper:
 
     def _advance(self, outputs: Any) -> Any:
         self._kwargs = self.model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        positions = self._kwargs.get("position_ids")
+        if positions is not None and self._context is not None:
+            # Ended rows are carried along: a model with learned positions has none for them beyond its context.
+            positions[..., -1].clamp_(max=self._context - 1)
         return outputs
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
@@ -81,14 +82,29 @@ def names(model: type[BaseModel]) -> dict[str, str]:
     return {field.alias or attribute: attribute for attribute, field in model.model_fields.items()}
 
 
-def fault(message: str, *loc: int | str, code: str = WRONG, given: Any = None) -> ValidationError:
+def fault(message: str, *loc: int | str, code: str = WRONG) -> ValidationError:
     """A fault of our own for a validator to raise, so that the models around it put their places before ``loc``."""
-    return _validation_error([Fault(loc, code, message)], given)
+    return _validation_error([Fault(loc, code, message)])
 
 
-def faults(error: ValidationError) -> list[Fault]:
-    """What an error of ``validate`` says, in pydantic's order."""
-    return [Fault(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors(include_url=False)]
+def faults(error: ValidationError, given: Any) -> list[Fault]:
+    """What an error of ``validate`` says about ``given``: one fault a place, in pydantic's order.
+
+    Places lead through ``given`` alone, without the steps that pydantic makes up for the branches of a union. Of these
+    branches, the one that fits best goes deepest, and what the others say of the whole is left out.
+    """
+    found = [
+        Fault(_place(detail["loc"], detail["type"], given), detail["type"], detail["msg"])
+        for detail in error.errors(include_url=False)
+    ]
+    telling = {one.loc for one in found if one.code != MISFIT}
+    inside = {loc[:length] for loc in telling for length in range(len(loc))}
+    kept: dict[Loc, list[Fault]] = {}
+    for one in found:
+        section = one.loc[:-1] if one.code == MISFIT and one.loc[-1:] == ("kind",) else one.loc
+        if section not in inside and not (one.code == MISFIT and section in telling):
+            kept.setdefault(one.loc, []).append(one)
+    return [same[0]._replace(message=_either([one.message for one in same])) for same in kept.values()]
 
 
 def validate(model: type[Model], options: Mapping[str, Any]) -> Model:
@@ -102,7 +118,10 @@ def validate(model: type[Model], options: Mapping[str, Any]) -> Model:
         value = model.model_validate(options)
     except ValidationError as error:
         found = [_fault(detail, model) for detail in error.errors(include_url=False)]
-        raise _validation_error(found, options) from error
+        # An option is missing most often because its name is misspelt: the misspelling says all.
+        misspelt = any(code == UNKNOWN and len(loc) == 1 for loc, code, _ in found)
+        kept = [one for one in found if not (misspelt and one.code == MISSING and len(one.loc) == 1)]
+        raise _validation_error(kept) from error
     except DecodekitError as error:
         raise fault(str(error)) from error
     except Exception as error:
@@ -114,15 +133,44 @@ def validate(model: type[Model], options: Mapping[str, Any]) -> Model:
         for loc, message in _mistaken(options[name], getattr(value, attribute), (name,))
     ]
     if mistaken:
-        raise _validation_error(mistaken, options)
+        raise _validation_error(mistaken)
     return value
 
 
-def _validation_error(found: Sequence[Fault], given: Any) -> ValidationError:
-    details = [
-        InitErrorDetails(type=PydanticCustomError(code, "{message}", {"message": message}), loc=loc, input=given)
-        for loc, code, message in found
-    ]
+def _place(loc: Loc, code: str, given: Any) -> Loc:
+    place: list[int | str] = []
+    for index, step in enumerate(loc):
+        if isinstance(given, (list, tuple)):
+            within = isinstance(step, int) and step < len(given)
+        else:
+            within = isinstance(given, Mapping) and step in given
+        if within:
+            given = given[step]
+        elif code != MISSING or index + 1 < len(loc):
+            continue
+        place.append(step)
+    return tuple(place)
+
+
+def _either(messages: list[str]) -> str:
+    """What the branches of a union said, as one line: their common beginning and end are said once."""
+    words = [re.findall(r"[^\s,]+|\s+|,", message) for message in dict.fromkeys(messages)]
+    start = _shared(words)
+    end = _shared([line[start:][::-1] for line in words])
+    middles = ["".join(line[start : len(line) - end]) for line in words]
+    return "".join([*words[0][:start], " or ".join(middles), *words[0][len(words[0]) - end :]])
+
+
+def _shared(lines: list[list[str]]) -> int:
+    """How many words all lines begin with."""
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*lines, strict=False)))
+
+
+def _validation_error(found: Sequence[Fault]) -> ValidationError:
+    details = []
+    for loc, code, message in found:
+        line = re.sub(r"\s*\n\s*", " ", message.strip())
+        details.append(InitErrorDetails(type=PydanticCustomError(code, "{line}", {"line": line}), loc=loc, input=None))
     return ValidationError.from_exception_data("options", details)
 
 

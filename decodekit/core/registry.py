@@ -132,7 +132,7 @@ def create(group: str, spec: Mapping[str, Any] | str) -> protocols.Plugin:
     try:
         return build(group, spec)
     except ValidationError as error:
-        first = options.faults(error)[0]
+        first = options.faults(error, spec)[0]
         raise RecipeError(first.message, path=".".join(map(str, (kind, *first.loc)))) from error
 
 

@@ -189,9 +189,8 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
 def _largest(folder: Path) -> int:
     """Bytes of the largest file: pip keeps a second copy, for its cache, beside the one that grows."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # pip moves what is complete
-            sizes.append(path.stat().st_size)
+    with suppress(FileNotFoundError):  # pip moves and deletes meanwhile
+        sizes.extend(path.stat().st_size for path in folder.rglob("*"))
     return max(sizes)
 
 

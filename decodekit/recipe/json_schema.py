@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,27 +30,25 @@ def recipe_schema() -> tuple[Schema, list[PluginInfo]]:
     names, failures = _usable(registry.inventory())
     bases = [base for group in registry.GROUPS.values() for base in group]
     models: list[type[BaseModel]] = [Recipe, Generation, *bases, *names, *CACHES.values()]
-    keyed, document = models_json_schema([(model, "validation") for model in models])
+    references, document = models_json_schema([(model, "validation") for model in models])
     definitions: Schema = document["$defs"]
-    references: dict[Any, Schema] = {model: reference for (model, _), reference in keyed.items()}
+    # Models with equal schemas share a definition.
+    keys: dict[Any, str] = {model: ref["$ref"].removeprefix("#/$defs/") for (model, _), ref in references.items()}
 
-    def definition(model: type[BaseModel]) -> Schema:
-        schema: Schema = definitions[references[model]["$ref"].removeprefix("#/$defs/")]
-        return schema
-
-    for model, kinds in [*names.items(), *((cache, [kind]) for kind, cache in CACHES.items())]:
-        _require_kind(definition(model), kinds)
+    kinds: dict[str, list[str]] = {}
+    for model, own in [*names.items(), *((cache, [kind]) for kind, cache in CACHES.items())]:
+        kinds.setdefault(keys[model], []).extend(own)
+    for key, own in kinds.items():
+        definitions[key]["properties"]["kind"] = {"enum": own}
+        definitions[key]["required"] = ["kind", *definitions[key].get("required", [])]
     for base in bases:
-        fitting = {model: kinds for model, kinds in names.items() if issubclass(model, base)}
-        union = _union([references[model] for model in fitting], _bare(fitting.items()))
-        definition(base).clear()
-        definition(base).update(title=base.__name__, **union)
-    properties: Schema = definition(Recipe)["properties"]
-    caches = _union([references[model] for model in CACHES.values()], list(CACHES))
+        members = {keys[model]: model for model in names if issubclass(model, base)}
+        definitions[keys[base]] = {"title": base.__name__, **_union(members, kinds)}
+    properties: Schema = definitions[keys[Recipe]]["properties"]
     sections = {
         "strategy": {"anyOf": properties["strategy"]["anyOf"]},
-        "cache": caches,
-        "generation": references[Generation],
+        "cache": _union({keys[model]: model for model in CACHES.values()}, kinds),
+        "generation": _reference(keys[Generation]),
     }
     for name, schema in sections.items():  # the others are nullable as they are
         described = properties[name]["description"]
@@ -59,7 +57,7 @@ def recipe_schema() -> tuple[Schema, list[PluginInfo]]:
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         "description": "recipe files, relative to this one, over which this one is merged",
     }
-    root = {"$schema": DIALECT, "title": "decodekit recipe", **references[Recipe], "$defs": definitions}
+    root = {"$schema": DIALECT, "title": "decodekit recipe", **_reference(keys[Recipe]), "$defs": definitions}
     return root, failures
 
 
@@ -82,21 +80,18 @@ def _usable(inventory: Iterable[PluginInfo]) -> tuple[dict[type[Plugin], list[st
     return names, failures
 
 
-def _require_kind(schema: Schema, kinds: list[str]) -> None:
-    schema["properties"]["kind"] = {"enum": kinds}
-    schema["required"] = ["kind", *schema.get("required", [])]
-
-
-def _bare(models: Iterable[tuple[type[BaseModel], list[str]]]) -> list[str]:
-    """Kinds that are a plugin without further options."""
-    return [
+def _union(members: Mapping[str, type[BaseModel]], kinds: Mapping[str, list[str]]) -> Schema:
+    """Any of the members by definition, or by its bare kind where it has no option that is required."""
+    if not members:
+        return {"not": {}}
+    bare = [
         kind
-        for model, kinds in models
+        for key, model in members.items()
         if not any(field.is_required() for field in model.model_fields.values())
-        for kind in kinds
+        for kind in kinds[key]
     ]
+    return {"oneOf": [*map(_reference, members), *([{"enum": bare}] if bare else [])]}
 
 
-def _union(members: list[Schema], bare: list[str]) -> Schema:
-    alternatives = [*members, *([{"enum": bare}] if bare else [])]
-    return {"oneOf": alternatives} if alternatives else {"not": {}}
+def _reference(key: str) -> Schema:
+    return {"$ref": f"#/$defs/{key}"}

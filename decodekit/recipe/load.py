@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +67,9 @@ def _read(
     for text in set_values:
         root = assign(root, *reader.assignment(text))
     try:
-        recipe = options.validate(Recipe, root.plain())
+        recipe = options.validate(Recipe, data := root.plain())
     except ValidationError as error:
-        return None, _located(root, options.faults(error))
+        return None, _located(root, options.faults(error, data))
     clashes = [options.Fault(clash.path, options.MISSING, clash.message) for clash in check_combinations(recipe)]
     return (None, _located(root, clashes)) if clashes else (recipe, [])
 
@@ -115,9 +113,6 @@ class _Reader:
     def _file(self, path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Node:
         label = str(path) if named_by is None else _label(path)
         self._files += 1
-        if (whole := Path(os.path.realpath(path))) in chain:
-            names = " -> ".join(_label(link) for link in (*chain[chain.index(whole) :], whole))
-            raise RecipeError(f"a recipe cannot extend itself: {names}", path="extends", origin=str(named_by))
         if self._files > MAX_FILES:
             raise RecipeError(f"more than {MAX_FILES} files make up this recipe", path="extends", origin=str(named_by))
         try:
@@ -125,11 +120,15 @@ class _Reader:
                 raise FileNotFoundError
             with path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
+            whole = Path(os.path.realpath(path))
         except (OSError, ValueError) as error:
             message = _absent(path) if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
             if named_by is None:
                 raise RecipeError(message, origin=label) from None
             raise RecipeError(f"{label}: {message}", path="extends", origin=str(named_by)) from None
+        if whole in chain:
+            names = " -> ".join(_label(link) for link in (*chain[chain.index(whole) :], whole))
+            raise RecipeError(f"a recipe cannot extend itself: {names}", path="extends", origin=str(named_by))
         source = self._source(label, path.absolute().parent)
         return self._extended(parse(data, source, is_json=path.suffix.lower() == ".json"), (*chain, whole))
 
@@ -170,55 +169,33 @@ def _absent(path: Path) -> str:
     if not path.parent.is_dir():
         return f"no such file: its folder does not exist{where}"
     names = sorted(file.name for file in path.parent.iterdir() if file.suffix in _SUFFIXES)
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    stems = difflib.get_close_matches(path.stem, {Path(name).stem for name in names}, n=2, cutoff=0.6)
+    close = [name for stem in stems for name in names if Path(name).stem == stem]
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"no such file{where}{hint}"
 
 
 def _located(root: Node, faults: Sequence[options.Fault]) -> list[RecipeError]:
-    """Faults as errors at the key or value they are about, in the order of reading, one for each place."""
-    placed = [(*_place(root, fault), fault) for fault in faults]
-    found: dict[tuple[str, ...], tuple[Origin, list[str]]] = {}
-    for path, origin, fault in placed:
-        if fault.code == options.MISFIT:
-            # Where several sorts of plugin fit, only the faults of the sort that was given say anything.
-            section = path[:-1] if path[-1] == "kind" else path
-            if any(other.code != options.MISFIT and there[: len(section)] == section for there, _, other in placed):
-                continue
-        messages = found.setdefault(path, (origin, []))[1]
-        if fault.message not in messages:
-            messages.append(fault.message)
-    ordered = sorted(found.items(), key=lambda item: item[1][0].order)
+    """Faults as errors at the key or value they are about, in the order of reading."""
+    placed = [(_origin(root, fault), fault) for fault in faults]
+    placed.sort(key=lambda pair: pair[0].order)
     return [
-        RecipeError(_either(messages), path=".".join(path), origin=str(origin)) for path, (origin, messages) in ordered
+        RecipeError(fault.message, path=".".join(map(str, fault.loc)), origin=str(origin)) for origin, fault in placed
     ]
 
 
-def _place(root: Node, fault: options.Fault) -> tuple[tuple[str, ...], Origin]:
-    """The path of a fault in the recipe and where that was written: a key for an unknown option, otherwise a value."""
-    node, origin, path = root, root.origin, []
+def _origin(root: Node, fault: options.Fault) -> Origin:
+    """Where the key of an unknown option was written, the section of a missing one, otherwise the value."""
+    node, origin = root, root.origin
     for step in fault.loc:
-        if isinstance(node.value, dict) and step in node.value:
-            key_origin, node = node.value[step]
-            origin = key_origin if fault.code == options.UNKNOWN else node.origin
-        elif isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
+        if isinstance(node.value, list) and isinstance(step, int):
             node = node.value[step]
-            origin = node.origin
-        elif fault.code != options.MISSING or step != fault.loc[-1]:
-            continue  # a step of pydantic's own, such as the branch of a union
-        path.append(str(step))
-    return tuple(path), origin
-
-
-def _either(messages: list[str]) -> str:
-    """What the branches of a union said, as one line: their common beginning and end are said once."""
-    words = [re.findall(r"[^\s,]+|\s+|,", message) for message in messages]
-    start = _shared(words)
-    end = _shared([line[start:][::-1] for line in words])
-    middles = ["".join(line[start : len(line) - end]) for line in words]
-    return "".join([*words[0][:start], " or ".join(middles), *words[0][len(words[0]) - end :]])
-
-
-def _shared(lines: list[list[str]]) -> int:
-    """How many words all lines begin with."""
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*lines, strict=False)))
+        elif isinstance(node.value, dict) and step in node.value:
+            key_origin, node = node.value[step]
+            if fault.code == options.UNKNOWN:
+                origin = key_origin
+                continue
+        else:
+            break
+        origin = node.origin
+    return origin

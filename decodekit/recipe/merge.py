@@ -75,11 +75,11 @@ def _assign(node: Node, path: list[Key], depth: int, value: Node) -> Node:
 
     if isinstance(node.value, list):
         if not isinstance(step, int) or step >= len(node.value):
-            count = len(node.value)
-            refuse(f"has no item {step!r}: it is a list, items {f'0 to {count - 1}' if count else 'none'}")
-        items = list(node.value)
-        items[step] = _assign(items[step], path, depth + 1, value)
-        return Node(items, node.origin)
+            items = f"a list of items 0 to {len(node.value) - 1}" if node.value else "an empty list"
+            refuse(f"has no item {step!r}: it is {items}")
+        changed = list(node.value)
+        changed[step] = _assign(changed[step], path, depth + 1, value)
+        return Node(changed, node.origin)
     if node.value is not None and not isinstance(node.value, dict):
         refuse(f"is {shown(node.value)} and has no {step!r} inside")
     inside = node.value[step].node if node.value and step in node.value else Node(None, value.origin)

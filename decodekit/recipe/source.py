@@ -26,7 +26,7 @@ from decodekit.core.protocols import Plugin
 
 MAX_BYTES = 1 << 20
 MAX_ALIASES = 100
-MAX_NODES = 100_000
+MAX_NODES = 50_000
 MAX_DEPTH = 100
 MAX_DIGITS = 64
 
@@ -124,7 +124,7 @@ def parse(data: bytes | str, source: Source, *, is_json: bool = False) -> Node:
     try:
         return _Builder(stream, source).document()
     except yaml.MarkedYAMLError as error:
-        _refuse(_syntax(error, text), source, *_marked(error))
+        _refuse(_syntax(error, text), source, *_marked(error, text))
     except (ValueError, OverflowError) as error:
         # The parser without libyaml converts escapes and directives before it checks them.
         if isinstance(error, RecipeError):
@@ -156,9 +156,11 @@ def _key_fault(key: Any) -> str | None:
     return f"a key is a name or a whole number, got {'a collection' if isinstance(key, (dict, list)) else shown(key)}"
 
 
-def _marked(error: yaml.MarkedYAMLError) -> tuple[int, int]:
+def _marked(error: yaml.MarkedYAMLError, text: str) -> tuple[int, int]:
     mark = error.problem_mark or error.context_mark
-    return (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    if mark is None or mark.index >= len(text):  # libyaml ends a text in a line of its own
+        return _place(text, len(text.rstrip()))
+    return mark.line + 1, mark.column + 1
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str) -> str:

@@ -71,17 +71,16 @@ class Pipeline:
             record: keep the logits after every rule.
         """
         logits, stages = scores, [("scores", scores)]
-        for index in range(len(self.steps)):
+        for index, (name, _) in enumerate(self.steps):
             logits = self._apply(index, rows, logits, states)
-            if record:
-                stages.append((self.steps[index][0], logits))
+            stages.append((name, logits))
         top, tokens = logits.max(-1)
         failures: dict[int, str] = {}
         broken = ~torch.isfinite(top)
         if bool(broken.any()):
             logits = logits.clone()
             for position in broken.nonzero().flatten().tolist():
-                row = self._rescue(position, rows, scores, states)
+                row = self._rescue([(name, stage[position]) for name, stage in stages])
                 if isinstance(row, str):
                     failures[position] = row
                     # Any legal row will do: what is picked here is thrown away.
@@ -107,33 +106,27 @@ class Pipeline:
             raise PluginError(f"rule {name!r} returned {given}; expected {tuple(logits.shape)} {logits.dtype}")
         return result
 
-    def _rescue(self, position: int, rows: Rows, scores: Tensor, states: Sequence[Sequence[Any]]) -> Tensor | str:
-        """The logits [V] that the fallback gives this position, or why it cannot go on."""
-        one = select(rows, [position])
-        own = [[column[position]] for column in states]
-        logits = scores[position : position + 1]
-        if not torch.isfinite(logits.max()):
-            found = "NaN" if bool(logits.isnan().any()) else "no finite value" if logits.max() < 0 else "infinity"
+    def _rescue(self, stages: Sequence[tuple[str, Tensor]]) -> Tensor | str:
+        """The logits [V] that the fallback gives a position, or why it cannot go on.
+
+        Args:
+            stages: (name, [V]) of this position after the strategy and after each rule.
+        """
+        scores = stages[0][1]
+        if not torch.isfinite(scores.max()):
+            found = "NaN" if bool(scores.isnan().any()) else "no finite value" if scores.max() < 0 else "infinity"
             return f"the scores of the next token hold {found}: the model or the strategy is broken for this prompt"
-        last = logits
-        for index, (name, _) in enumerate(self.steps):
-            logits = self._apply(index, one, logits, own)
-            if not torch.isfinite(logits.max()):
-                culprit = name
-                break
-            last = logits
-        else:
-            return "the rules gave other logits when they were run again: one of them is not deterministic"
+        broken = next(index for index, (_, logits) in enumerate(stages) if not torch.isfinite(logits.max()))
         if self.fallback == "relax":
-            return last[0]
+            return stages[broken - 1][1]
         if self.fallback == "raw":
-            return scores[position]
+            return scores
         if self.fallback == "eos" and self.eos:
-            ended = torch.full_like(scores[position], -math.inf)
+            ended = torch.full_like(scores, -math.inf)
             ended[list(self.eos)] = 0.0
             return ended
         why = "no EOS id is known for fallback: eos" if self.fallback == "eos" else "or set fallback: relax | eos | raw"
-        return f"rule {culprit!r} left no token to choose from; loosen it, {why}"
+        return f"rule {stages[broken][0]!r} left no token to choose from; loosen it, {why}"
 
 
 def select(rows: Rows, positions: Sequence[int]) -> Rows:

@@ -50,7 +50,7 @@ class TextCall:
         self._streamer = options.pop("streamer", None)
         self._trace: str | Path | None = options.pop("trace", None)
         named = {name: options.pop(name) for name in list(options) if name in Generation.model_fields}
-        self._recipe = load_recipe(recipe.to_dict(), overrides={"generation": named}) if named else recipe
+        self._recipe = _with_options(recipe, named) if named else recipe
         self._model, self._tokenizer, self._options = model, tokenizer, options
         compat.check_model(model)
         self._errors: dict[int, str] = {}
@@ -164,6 +164,12 @@ class TextCall:
         for step in call.borrowed:
             step.session = None
         return call.loop.score(ids)
+
+
+def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
+    """The recipe with these generation options instead of its own."""
+    wanted = {**recipe.generation.model_dump(exclude_none=True), **named}
+    return recipe.model_copy(update={"generation": load_recipe({"generation": wanted}).generation})
 
 
 def _stats(call: Call, sequence: SequenceState) -> dict[str, Any]:

@@ -80,16 +80,18 @@ class TopP(Rule):
 
 class Bias(Rule):
     kind: Literal["bias"] = "bias"
-    bias: dict[int | str, float] = {}
-    words: list[str] = []
+    bias: dict[int | str, float] = Field(default_factory=dict)
+    words: tuple[str, ...] = ()
     top: int | list[int] = 0
     budget: Annotated[int, BeforeValidator(lambda v: int(v[:-3]) << 30 if str(v).endswith("GiB") else v)] = 0
 
     @field_validator("words")
     @classmethod
-    def _known(cls, words: list[str]) -> list[str]:
+    def _known(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         if "crash" in words:
             raise KeyError("crash")
+        if "verbose" in words:
+            raise ValueError("first line\n  second line\n")
         return words
 
     def __call__(self, rows: Any, logits: Any) -> Any: ...
@@ -136,14 +138,14 @@ class FakeEntryPoint:
 GROUPS: dict[str, list[type[Plugin]]] = {
     "rules": [Temperature, TopP, Bias],
     "strategies": [Sample, Dola, Beam, Contrastive, Mbr, Vote],
-    "constraints": [Regex],
+    "constraints": [Regex, JsonSchema],
     "drafters": [Ngram],
 }
 
 
 @pytest.fixture
 def entries() -> list[FakeEntryPoint]:
-    """The installed entry points; a test may add to them before it reads a recipe."""
+    """The installed entry points."""
     return [
         FakeEntryPoint(f"decodekit.v1.{group}", plugin.model_fields["kind"].default, plugin)
         for group, plugins in GROUPS.items()
@@ -157,6 +159,17 @@ def _installed(entries: list[FakeEntryPoint], monkeypatch: pytest.MonkeyPatch) -
     registry._entries.cache_clear()
     yield
     registry._entries.cache_clear()
+
+
+@pytest.fixture
+def install(entries: list[FakeEntryPoint]) -> Callable[..., None]:
+    """Installs one more plugin, or what its import raises."""
+
+    def install(group: str, kind: str, plugin: Any, distribution: str = "other") -> None:
+        entries.append(FakeEntryPoint(f"decodekit.v1.{group}", kind, plugin, distribution))
+        registry._entries.cache_clear()
+
+    return install
 
 
 @pytest.fixture

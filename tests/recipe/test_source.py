@@ -84,7 +84,10 @@ class TestRefusals:
             ("a: 1\nb: 2\na: 3\n", "a.yaml:3:1: duplicate key 'a': line 1 has it already"),
             ("a:\n  - x: 1\n    x: 2", "a.yaml:3:5: duplicate key 'x': line 2 has it already"),
             ("0x1: a\n1: b", "a.yaml:2:1: duplicate key 1: line 1"),
-            ("a: !!python/object/apply:os.system [ls]", "a.yaml:1:4: tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
+            (
+                "a: !!python/object/apply:os.system [ls]",
+                "a.yaml:1:4: tag 'tag:yaml.org,2002:python/object/apply:os.system'",
+            ),
             ("a: !mine {b: 1}", "a.yaml:1:4: tag '!mine'"),
             ("a: !!str 1", "a.yaml:1:4: tag"),
             ("a: 1\n---\nb: 2", "a.yaml:2:1: a second document"),
@@ -95,9 +98,9 @@ class TestRefusals:
             ("a: *b", "a.yaml:1:4: alias *b has no anchor"),
             ("a: &a [1, *a]", "a.yaml:1:11: alias *a stands inside its own anchor"),
             ("a: 1\n\tb: 2", "a.yaml:2:1: "),
-            ("a: {b: [1, 2", "a.yaml:1:"),
-            ("a: 'x", "a.yaml:1:"),
-            ("strategy: {kind: sample\nrules: []", "a.yaml:2:"),
+            ("a: {b: [1, 2\n\n", "a.yaml:1:13: while parsing a flow sequence that begins at line 1, "),
+            ("a: 'x", "a.yaml:1:6: while scanning a quoted scalar that begins at line 1, "),
+            ("strategy: {kind: sample\nrules: []", "a.yaml:2:6: while parsing a flow mapping that begins at line 1, "),
             ("a: b: c", "a.yaml:1:5: "),
             ("a: \x07", "a.yaml:1:4: control character '\\x07'"),
             ("é: 1\na: \x00", "a.yaml:2:4: control character '\\x00'"),
@@ -163,7 +166,7 @@ class TestBombs:
         assert "nested more than 100 deep" in refusal("[" * 101 + "1" + "]" * 101, is_json=True)
 
     def test_values(self) -> None:
-        assert "more than 100000 values" in refusal("a: [" + "1," * 500_000 + "]")
+        assert "more than 50000 values" in refusal("a: [" + "1," * 500_000 + "]")
 
     def test_size(self) -> None:
         assert parse(b"a: 1 #" + b"x" * (MAX_BYTES - 6), SOURCE).plain() == {"a": 1}
@@ -175,7 +178,7 @@ class TestBombs:
 
 class TestJson:
     def test_values_and_positions(self) -> None:
-        text = json.dumps({"a": [1, 2.5, True, None], "b": {"c": "é\t\U0001f600 \\ \" /"}}, indent="\t")
+        text = json.dumps({"a": [1, 2.5, True, None], "b": {"c": 'é\t\U0001f600 \\ " /'}}, indent="\t")
         root = parse(text, SOURCE, is_json=True)
         assert root.plain() == json.loads(text)
         assert str(root.value["a"].node.value[1].origin) == "a.yaml:4:3"
@@ -227,7 +230,7 @@ VALID = (
     "extends: b.yaml\nstrategy: &s {kind: dola, layers: [1, 2]}\nrules:\n  - kind: top_p\n    p: 0.9 # note\n"
     "  - *s\ngeneration: {stop_strings: ['a', \"\\u00e9\"], seed: 0x1f}\n"
 )
-TOKENS = list(":-[]{},&*!|>'\"%@`#?~ \n\t") + ["---", "...", "<<", "!!", "\r", "é", "\ufeff", "\\", "\x00", "0", "a: ", "- "]
+TOKENS = [*":-[]{},&*!|>'\"%@`#?~ \n\t\r\\\x00\ufeffé0", "---", "...", "<<", "!!", "a: ", "- "]
 
 
 @st.composite
@@ -241,14 +244,19 @@ def mutated(draw: st.DrawFn) -> str:
 
 
 @settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.one_of(st.binary(max_size=60), st.text(max_size=60), st.lists(st.sampled_from(TOKENS)).map("".join), mutated()))
+@given(
+    text=st.one_of(
+        st.binary(max_size=60), st.text(max_size=60), st.lists(st.sampled_from(TOKENS)).map("".join), mutated()
+    )
+)
 @pytest.mark.parametrize("is_json", [False, True])
 @pytest.mark.usefixtures("loader")
 def test_any_text_is_read_or_refused(text: str | bytes, is_json: bool) -> None:
     try:
         root = parse(text, SOURCE, is_json=is_json)
     except RecipeError as error:
-        assert str(error).startswith("a.yaml:")
-        assert "\n" not in str(error)
+        message = str(error)
+        assert message.startswith("a.yaml:"), message
+        assert "\n" not in message, message
     else:
         json.dumps(root.plain(), allow_nan=False)

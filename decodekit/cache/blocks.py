@@ -1,0 +1,386 @@
+"""Which block of K/V belongs to which sequence: block tables, copy-on-write, rollback, sliding windows, prefix hits.
+
+Pure bookkeeping, one pool a cache group (the layers that share a block table); the storage follows its slot mappings
+and copies. A block is *used* while a table names it, *cached* while none does but a prompt can still hit it, else
+*free*. It is *sealed* once it is full of written tokens: what it holds never changes from then on.
+
+Every call does all of its work, or raises and leaves everything as it was, Ctrl-C included. ``append`` and ``commit``
+of a token cost O(1), and O(blocks of the sequence) where a block begins or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count as counter
+from typing import NamedTuple, cast
+
+from decodekit.cache.allocator import Allocator
+from decodekit.cache.prefix import Chain, Media, PrefixIndex, Prompt, block_contents
+from decodekit.core.errors import InputError
+
+MAX_BLOCK_SIZE = 256
+_generations = counter(1)
+
+
+class Copy(NamedTuple):
+    """A block to be copied whole, in the order given and before anything is written to ``target``."""
+
+    source: int
+    target: int
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """The blocks of one sequence. Anyone may read it; only its pool changes it.
+
+    Attributes:
+        blocks: block ``i`` has tokens ``i * block_size`` and on; ``None`` where a sliding window let go. Replaced as a
+            whole when it changes, so forks share it.
+        length: tokens there is room for: those written and those about to be.
+        committed: tokens whose K/V are written.
+        num_cached: tokens that were found in the prefix cache when the table was opened.
+        slid: blocks before this one were let go, sinks apart.
+        chain: the committed full blocks.
+        tail: contents of the committed tokens after those; kept only for the prefix cache.
+        media: of the prompt.
+        generation: of the pool it was opened by; 0 once released.
+    """
+
+    generation: int = field(repr=False)
+    chain: Chain = field(repr=False)
+    media: Sequence[Media] = field(repr=False)
+    blocks: list[int | None]
+    length: int
+    committed: int
+    num_cached: int
+    slid: int
+    tail: tuple[Hashable, ...] = field(default=(), repr=False)
+
+
+class BlockPool:
+    """The blocks of one cache group.
+
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens a block, 1 to 256.
+        prefix_cache: keep full blocks for later prompts that begin alike.
+        window: tokens a query sees, itself included, if these layers have a sliding window; a prompt can then begin
+            where only the blocks of the last ``window - 1`` tokens are left.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, *, prefix_cache: bool = True, window: int | None = None
+    ) -> None:
+        if num_blocks < 1:
+            raise InputError(f"num_blocks is {num_blocks}; a pool has at least 1 block")
+        if not 1 <= block_size <= MAX_BLOCK_SIZE:
+            raise InputError(f"block_size is {block_size}; a block has 1 to {MAX_BLOCK_SIZE} tokens (16 is usual)")
+        if window is not None and window < 1:
+            raise InputError(f"window is {window}; a query sees at least 1 token (None: all of them)")
+        self.num_blocks, self.block_size, self.prefix_cache, self.window = num_blocks, block_size, prefix_cache, window
+        self.reset()
+
+    def reset(self) -> None:
+        """Free every block and forget all content and statistics; tables opened before are closed."""
+        # A new generation closes them; its numbers also tell the tables of other pools apart.
+        self._generation, self._index, self._allocator = next(_generations), PrefixIndex(), Allocator(self.num_blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._allocator.free)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that no table names and a prompt can still hit; evicted, longest unused first, when room is needed."""
+        return len(self._allocator.cached)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that some table names."""
+        return self._allocator.used
+
+    def stats(self) -> dict[str, int]:
+        """Blocks now (free, cached, used), and what happened since the last reset.
+
+        Returns:
+            ``peak``: most blocks used at once; ``allocated``: blocks handed out; ``hits`` and ``misses``: full blocks
+            of opened prompts that were reused, and that have to be computed; ``evictions``; ``copies``: blocks copied
+            on write.
+        """
+        return {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "free": self.free_blocks,
+            "cached": self.cached_blocks,
+            "used": self.used_blocks,
+            **self._allocator.counts,
+        }
+
+    def resumable(self, prompt: Prompt) -> list[int]:
+        """With how many tokens from the cache a sequence with this prompt can begin, ascending from 0.
+
+        Multiples of the block size; at least one token of the prompt is left to compute.
+        """
+        return self._match(prompt)[1]
+
+    def open(self, prompt: Prompt, *, depth: int | None = None) -> BlockTable:
+        """A new sequence that shares the blocks its prompt has in the cache; takes no other block.
+
+        Args:
+            prompt: its tokens and what else their K/V depend on.
+            depth: begin with this many tokens, one of :meth:`resumable`; ``None``: with as many as there are.
+
+        Raises:
+            InputError: ``depth`` is not in the cache.
+        """
+        chains, depths = self._match(prompt)
+        depth = depths[-1] if depth is None else depth
+        if depth not in depths:
+            raise InputError(f"depth is {depth}; from the cache this prompt can begin with {depths} tokens")
+        full, slid = depth // self.block_size, self._first_needed(depth) // self.block_size
+        hits = [chain.holders[0] for chain in chains[slid:full]]
+        chain = chains[full - 1] if full else self._index.root(prompt)
+        undo = self._allocator.snapshot(hits)
+        try:
+            self._allocator.share(hits)
+            self._allocator.counts["hits"] += len(hits)
+            self._allocator.counts["misses"] += self._shareable(prompt) - full
+            blocks = [*[None] * slid, *hits]
+            return BlockTable(self._generation, chain, prompt.media, blocks, depth, depth, depth, slid)
+        except BaseException:
+            undo()
+            raise
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether ``count`` blocks are free or evictable."""
+        return count <= self.free_blocks + self.cached_blocks
+
+    def can_admit(self, prompt: Prompt, max_new: int) -> bool:
+        """Whether this prompt and ``max_new`` more tokens fit beside what is in use now, if nothing else grows.
+
+        With a window: if the prompt is prefilled at once and the window slides after every step.
+        """
+        chains, depths = self._match(prompt)
+        full, slid = depths[-1] // self.block_size, self._first_needed(depths[-1]) // self.block_size
+        needed = self._blocks(len(prompt.tokens) + max_new) - full
+        if self.window is not None:
+            needed = min(needed, max(self._blocks(len(prompt.tokens)) - full, self._blocks(self.window) + 1))
+        idle_hits = sum(chain.holders[0] in self._allocator.cached for chain in chains[slid:full])
+        return self.can_allocate(needed + idle_hits)
+
+    def blocks_needed(self, table: BlockTable, count: int) -> int:
+        """Blocks that ``append(table, count)`` would take, one of them for a copy if another table names the last."""
+        self._check(table)
+        needed = self._blocks(table.length + count) - len(table.blocks)
+        shared = count and table.length % self.block_size and self._allocator.references[_last(table)] > 1
+        return needed + 1 if shared else needed
+
+    def append(self, table: BlockTable, count: int) -> list[Copy]:
+        """Make room for ``count`` more tokens; only the last block and those after it change.
+
+        If tokens go into a block that another table names, a copy takes its place. If they go into a sealed block (the
+        sequence was rolled back into it), the prefix cache forgets that block first.
+
+        Returns:
+            what the storage has to copy before it writes.
+
+        Raises:
+            OutOfBlocks: not all the blocks it takes are there.
+        """
+        if count < 0:
+            raise InputError(f"count is {count}; append makes room for 0 or more tokens (truncate takes it back)")
+        end, needed, allocator = table.length + count, self.blocks_needed(table, count), self._allocator
+        last = _last(table) if count and table.length % self.block_size else None
+        if not needed and (last is None or allocator.chains[last] is None):
+            table.length = end
+            return []
+        taken = allocator.choose(needed)
+        undo = allocator.snapshot(taken if last is None else [*taken, last], table)
+        try:
+            for block in taken:
+                allocator.take(block)
+            blocks, copies = [*table.blocks, *taken], []
+            if last is not None and allocator.references[last] > 1:
+                allocator.drop([last])
+                allocator.counts["copies"] += 1
+                blocks.remove(last)  # the first block taken moves into its place
+                copies.append(Copy(last, taken[0]))
+            elif last is not None:
+                allocator.unseal(last)
+            table.blocks, table.length = blocks, end
+            return copies
+        except BaseException:
+            undo()
+            raise
+
+    def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        """The K/V of these tokens, the next of the sequence, are written; blocks that they fill are sealed.
+
+        A block that holds what another holds already stays this table's own; prompts hit the older while it lives.
+
+        Raises:
+            InputError: more tokens than ``append`` made room for.
+        """
+        self._check(table)
+        size, start, end = self.block_size, table.committed, table.committed + len(tokens)
+        if end > table.length:
+            raise InputError(f"{len(tokens)} tokens committed after {start}; append made room up to {table.length}")
+        contents = (*table.tail, *block_contents(tokens, start, table.media)) if self.prefix_cache else ()
+        if len(contents) < size:
+            vars(table).update(committed=end, tail=contents)  # one call: an interrupt comes before or after it
+        else:
+            filled, chains = len(contents) // size * size, [table.chain]
+            for place in range(0, filled, size):
+                chains.append(self._index.child(chains[-1], contents[place : place + size]))
+            full = zip(table.blocks[start // size : end // size], chains[1:], strict=True)
+            sealed = [(block, chain) for block, chain in full if block is not None]
+            undo = self._allocator.snapshot([block for block, _ in sealed], table, chains)
+            try:
+                for block, chain in sealed:
+                    self._allocator.seal(block, chain)
+                table.chain, table.tail, table.committed = chains[-1], contents[filled:], end
+            except BaseException:
+                undo()
+                raise
+
+    def slot_mapping(self, table: BlockTable, start: int, stop: int) -> list[int]:
+        """Where tokens ``start`` up to ``stop`` lie: ``block * block_size + offset``, one a token.
+
+        Raises:
+            InputError: there is no room for such a token, or the sliding window let go of one.
+        """
+        self._check(table)
+        if not 0 <= start <= stop <= table.length:
+            raise InputError(f"slots of tokens {start} to {stop}; the table has room for tokens 0 to {table.length}")
+        size, slots = self.block_size, list[int]()
+        for number in range(start // size, self._blocks(stop)):
+            if (block := table.blocks[number]) is None:
+                raise InputError(f"slots of tokens {start} to {stop}; the window let go of block {number}")
+            shift = (block - number) * size
+            slots.extend(range(max(start, number * size) + shift, min(stop, number * size + size) + shift))
+        return slots
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second sequence with the same history; takes no block before one of the two appends.
+
+        Raises:
+            InputError: there is room for tokens that are not committed.
+        """
+        self._check(table)
+        if table.committed < table.length:
+            missing = table.length - table.committed
+            raise InputError(f"{missing} tokens are not committed; commit or truncate them before the fork")
+        shared = _held(table.blocks)
+        undo = self._allocator.snapshot(shared)
+        try:
+            self._allocator.share(shared)
+            return replace(table)
+        except BaseException:
+            undo()
+            raise
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        """Roll back to the first ``length`` tokens, written or not; the blocks after them are given up.
+
+        Raises:
+            InputError: the table is shorter, or the sliding window let go of that place.
+        """
+        self._check(table)
+        size, lowest = self.block_size, table.slid * self.block_size
+        if not lowest <= length <= table.length:
+            raise InputError(f"truncate to {length} tokens; this table can go back from {table.length} to {lowest}")
+        kept, committed = self._blocks(length), min(length, table.committed)
+        chain, tail = table.chain, table.tail
+        if self.prefix_cache and committed == length:
+            for _ in range(length // size, table.committed // size):
+                chain, tail = chain.parent, chain.contents
+            tail = tail[: length % size]
+        surplus = _held(table.blocks[kept:])
+        undo = self._allocator.snapshot(surplus, table)
+        try:
+            self._allocator.drop(surplus)
+            table.blocks, table.length, table.committed = table.blocks[:kept], length, committed
+            table.chain, table.tail = chain, tail
+        except BaseException:
+            undo()
+            raise
+
+    def slide(self, table: BlockTable, first_needed: int, *, sinks: int = 0) -> None:
+        """Give up the blocks that lie wholly before token ``first_needed``; the others keep their positions.
+
+        A window that slid does not come back on rollback: slide by tokens that are final.
+
+        Args:
+            table: the sequence.
+            first_needed: no query will see a token before this one, sinks apart.
+            sinks: first tokens that stay.
+
+        Raises:
+            InputError: the table has no such token.
+        """
+        self._check(table)
+        if not 0 <= first_needed <= table.length:
+            raise InputError(f"first_needed is {first_needed}; the table has room for tokens 0 to {table.length}")
+        slid = first_needed // self.block_size
+        start = max(table.slid, self._blocks(sinks))
+        if start < slid:
+            given_up = _held(table.blocks[start:slid])
+            undo = self._allocator.snapshot(given_up, table)
+            try:
+                self._allocator.drop(given_up)
+                table.blocks = [*table.blocks[:start], *[None] * (slid - start), *table.blocks[slid:]]
+                table.slid = slid
+            except BaseException:
+                undo()
+                raise
+
+    def release(self, table: BlockTable) -> None:
+        """The sequence is over. Releasing it again, or after a reset, does nothing."""
+        if table.generation == self._generation:
+            blocks = _held(table.blocks)
+            undo = self._allocator.snapshot(blocks, table)
+            try:
+                self._allocator.drop(blocks)
+                vars(table).update(generation=0, blocks=[], length=0, committed=0, slid=0, tail=())
+            except BaseException:
+                undo()
+                raise
+
+    def _check(self, table: BlockTable) -> None:
+        if table.generation != self._generation:
+            raise InputError("this table was released, or opened before a reset or by another pool; open a new one")
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _shareable(self, prompt: Prompt) -> int:
+        """Full blocks that may come from the cache: the last token is always computed, for its logits."""
+        return max(len(prompt.tokens) - 1, 0) // self.block_size if self.prefix_cache else 0
+
+    def _first_needed(self, position: int) -> int:
+        """The first token that a query at this position sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    def _match(self, prompt: Prompt) -> tuple[list[Chain], list[int]]:
+        """The known chains of a prompt, and the token counts at which every block that is needed is held."""
+        size, depths, held = self.block_size, [0], 0
+        contents = block_contents(prompt.tokens[: self._shareable(prompt) * size], media=prompt.media)
+        chains = list(self._index.walk(self._index.root(prompt), contents, size))
+        for full, chain in enumerate(chains, 1):
+            held = held + 1 if chain.holders else 0
+            if held >= full - self._first_needed(full * size) // size:
+                depths.append(full * size)
+        return chains, depths
+
+
+def _held(blocks: Sequence[int | None]) -> list[int]:
+    return [block for block in blocks if block is not None]
+
+
+def _last(table: BlockTable) -> int:
+    return cast("int", table.blocks[-1])  # where there is room in it: a window lets go of full blocks only

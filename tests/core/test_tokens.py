@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from decodekit.core.errors import InputError
+from decodekit.core.tokens import check_ids, constant, encode
+from decodekit.testing import tiny_tokenizer
+
+
+def test_encode_adds_no_special_tokens() -> None:
+    assert encode(tiny_tokenizer(), "ab", "rule") == (5, 6)
+
+
+def test_encode_says_what_is_missing() -> None:
+    with pytest.raises(InputError, match="rule needs a tokenizer for 'ab'"):
+        encode(None, "ab", "rule")
+    with pytest.raises(InputError, match="rule: '' has no tokens"):
+        encode(tiny_tokenizer(), "", "rule")
+
+
+def test_check_ids_names_the_id_and_the_vocabulary() -> None:
+    check_ids([0, 8], 9, "rule")
+    with pytest.raises(
+        InputError, match=r"rule: token id 9 is not in the vocabulary, which has 9 tokens \(ids 0 to 8\)"
+    ):
+        check_ids([0, 9], 9, "rule")
+
+
+def test_constants_are_made_once_a_dtype() -> None:
+    cpu = torch.device("cpu")
+    table = constant(((1, 2), (3, 4)), torch.int64, cpu)
+    assert table.tolist() == [[1, 2], [3, 4]]
+    assert constant(((1, 2), (3, 4)), torch.int64, cpu) is table
+    assert constant((1, 2), torch.float32, cpu).dtype == torch.float32
+    assert constant((1, 2), torch.float64, cpu).dtype == torch.float64
