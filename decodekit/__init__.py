@@ -1,7 +1,7 @@
 """decodekit: decoding strategies, logits rules and recipes over Hugging Face ``generate``.
 
-    decoder = decodekit.load("recipe.yaml")
-    model.generate(**inputs, custom_generate=decoder)
+decoder = decodekit.load("recipe.yaml")
+model.generate(**inputs, custom_generate=decoder)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from decodekit.cache.ledger import ledger
     from decodekit.core.errors import (
         DecodekitError,
         InputError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 # Imported on first use: ``import decodekit`` and the command line stay fast, and nothing loads torch before it must.
 _HOME = {
+    "decodekit.cache.ledger": ("ledger",),
     "decodekit.core.errors": (
         "DecodekitError",
         "InputError",

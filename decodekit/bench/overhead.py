@@ -24,7 +24,9 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     rows = []
     for batch in BATCHES:
         status(f"overhead at batch {batch}")
-        inputs = tokenizer(list(prompts[:batch]), return_tensors="pt", padding=True, padding_side="left").to(model.device)
+        inputs = tokenizer(list(prompts[:batch]), return_tensors="pt", padding=True, padding_side="left").to(
+            model.device
+        )
         # No EOS: both must decode the same number of tokens in every round.
         options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "pad_token_id": tokenizer.pad_token_id}
 

@@ -1,13 +1,14 @@
 """What each layer of a model keeps in its cache for one row, read from the model's config alone.
 
-Sizes are those of transformers' own caches: what a ``DynamicCache`` holds after a forward.
+Sizes are those of what transformers 5.24 holds after a forward. MLA (DeepSeek-V2, arXiv:2405.04434) is stored there as
+latents and expanded at every step; with DeepSeek's sparse attention, transformers 5.17 still stores it expanded.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,17 @@ _LEGACY_LAYER_TYPES = {
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _ATTENTION = {"full_attention", "indexed_attention", "hybrid", *_WINDOWS}
 _RECURRENT = {"linear_attention", "hybrid"}
-LAYER_TYPES = sorted(_ATTENTION | _RECURRENT | {"conv", "feed_forward"})
+_LAYER_TYPES = _ATTENTION | _RECURRENT | {"conv"}
+
+_IRREGULAR = {
+    "cpmant": "puts 32 tokens of its own before every prompt",
+    "dory": "runs layers more than once",
+    "dots3_note_text": "has sliding layers with latents of another size",
+    "mimo_v2_flash": "has sliding layers with twice the K/V heads",
+    "mistral_large4": "shares indexers between layers",
+    "mllama_text_model": "keeps K/V of images",
+}
+"""Model types whose caches differ from what the usual fields say."""
 
 # Mamba-2 and its kin under each family's names: heads, head width, state size, groups, convolution columns.
 _MAMBA2 = (
@@ -83,12 +94,20 @@ def layer_shapes(config: Any) -> list[LayerShape]:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{_named(config)} is an encoder-decoder: give a causal (decoder-only) model's")
+    if (reason := _IRREGULAR.get(getattr(config, "model_type", ""))) is not None:
+        raise InputError(f"{_named(config)} {reason}: the size of its cache cannot be told from its config")
     if _get(config, "rescale_every") is not None:
         return [_rwkv(config)] * _need(config, "layers")
     types = _layer_types(config)
-    # Configs of recent versions give each layer its own view, since head sizes may differ between layers.
+    # Head sizes may differ between layers (Gemma 4): newer configs give each layer a view of its own.
     views = getattr(config, "per_layer_config", None) or [config] * len(types)
-    return [_shape(view, kind) for view, kind in zip(views, types, strict=True)]
+    shapes = [_shape(view, kind) for view, kind in zip(views, types, strict=True)]
+    # A layer that reuses the indexer of an earlier one keeps no indexer keys.
+    indexers = _get(config, "indexer_types") or [None] * len(types)
+    return [
+        replace(shape, index_dim=0) if indexer == "shared" else shape
+        for shape, indexer in zip(shapes, indexers, strict=True)
+    ]
 
 
 def read_config(config: Any) -> Any:
@@ -160,17 +179,21 @@ def _shape(config: Any, kind: str) -> LayerShape:
     if kind == "conv":
         # LFM2's gated short convolution: no state but its last columns.
         return LayerShape(kind, conv=_need(config, "hidden") * _need(config, "conv_L_cache"))
-    if kind not in LAYER_TYPES:
-        raise InputError(f"{_named(config)} has layers of type {kind!r}, whose cache is not known (known: {LAYER_TYPES})")
+    if kind not in _LAYER_TYPES:
+        raise InputError(
+            f"{_named(config)} has layers of type {kind!r}, whose cache is not known "
+            f"(known: {', '.join(sorted(_LAYER_TYPES))})"
+        )
     state, conv = _recurrent(config) if kind in _RECURRENT else (0, 0)
     if kind not in _ATTENTION:
         return LayerShape(kind, state=state, conv=conv)
     # transformers drops what the next token cannot see: with it, a window is full.
     kept = _need(config, _WINDOWS[kind]) - 1 if kind in _WINDOWS else None
-    if (rank := _get(config, "kv_lora_rank")) is not None:
+    if kind == "indexed_attention" or _get(config, "kv_lora_rank") is not None:
+        latent, rotary = _need(config, "kv_lora_rank"), _need(config, "qk_rope_head_dim")
         index = _need(config, "index_head_dim") if kind == "indexed_attention" else 0
         kind = "latent_attention" if kind == "full_attention" else kind
-        return LayerShape(kind, 1, rank, _need(config, "qk_rope_head_dim"), index, kept, state, conv)
+        return LayerShape(kind, 1, latent, rotary, index, kept, state, conv)
     heads, width = _kv_heads(config), _head_dim(config)
     return LayerShape(kind, heads, width, _get(config, "v_head_dim") or width, 0, kept, state, conv)
 
@@ -227,12 +250,12 @@ def _gated_delta(config: Any) -> tuple[int, int]:
 
 def _rwkv(config: Any) -> LayerShape:
     """RWKV-4 (Peng et al., 2023, arXiv:2305.13048): numerator, denominator, maximum; two shifted tokens."""
-    width = _get(config, "attention_hidden_size") or _need(config, "hidden")
-    return LayerShape("linear_attention", state=3 * width, conv=2 * _need(config, "hidden"))
+    width = _need(config, "hidden")
+    return LayerShape("linear_attention", state=3 * width, conv=2 * width)
 
 
 def _columns(config: Any, name: str) -> int:
-    """Columns of a convolution: as many as its kernel is wide, though the next step reads one less. 0 if none is given."""
+    """Columns of a convolution: as many as its kernel is wide, though the next step reads one less; 0 if not given."""
     return _get(config, name) or 0
 
 
@@ -247,7 +270,9 @@ def _need(config: Any, name: str) -> int:
     value = _get(config, *names)
     if not isinstance(value, int):
         found = "" if value is None else f", found {value!r}"
-        raise InputError(f"{_named(config)} does not say how large its cache is: looked for {' or '.join(names)}{found}")
+        raise InputError(
+            f"{_named(config)} does not say how large its cache is: looked for {' or '.join(names)}{found}"
+        )
     return value
 
 

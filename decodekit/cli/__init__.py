@@ -8,21 +8,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import click
+import typer
 
 from decodekit.cli.app import app
 from decodekit.cli.console import fail
 from decodekit.core.errors import DecodekitError
+
+# typer brings a click of its own, whose base error has no public name.
+UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     try:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-    except click.ClickException as error:
+    except UsageError as error:  # type: ignore[misc]
         error.show()
         code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     except DecodekitError as error:
         fail(str(error))

@@ -19,7 +19,9 @@ app = typer.Typer(
 
 RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file (YAML or JSON)")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="set one option; may be repeated")]
-Model = Annotated[str | None, typer.Option("-m", "--model", help="a Hugging Face id or local folder; the demo model if left out")]
+Model = Annotated[
+    str | None, typer.Option("-m", "--model", help="a Hugging Face id or local folder; the demo model if left out")
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout")]
 
 
@@ -31,7 +33,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
 ) -> None:
     pass
 
@@ -39,11 +43,15 @@ def _options(
 @app.command()
 def run(
     recipe: RecipeFile,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="stdin is one prompt if left out")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="stdin is one prompt if left out")
+    ] = None,
     model: Model = None,
     settings: Settings = None,
     raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
-    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="write what happened, a line a token")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="write what happened, a line a token")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Decode prompts as a recipe says."""
@@ -103,7 +111,9 @@ def new(
 def bench(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="the suite's name; 'list' names all")],
     model: Model = None,
-    data: Annotated[Path | None, typer.Option("--data", metavar="FILE", help="a JSONL file with a 'prompt' a line")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FILE", help="a JSONL file with a 'prompt' a line")
+    ] = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many prompts")] = None,
     json: Json = False,
 ) -> int:
@@ -111,3 +121,22 @@ def bench(
     from decodekit.cli.bench import run_suite
 
     return run_suite(suite, model=model, data=data, limit=limit, as_json=json)
+
+
+@app.command()
+def plan(
+    context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="tokens of a row, prompt and output")],
+    batch: Annotated[int, typer.Option("--batch", metavar="B", min=1, help="rows, samples and beams counted")],
+    model: Annotated[str | None, typer.Option("-m", "--model", help="a Hugging Face id or local folder")] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a config.json or its folder")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="of K/V; the model's own if left out")] = None,
+    block_size: Annotated[int, typer.Option("--block-size", metavar="N", min=1, help="tokens of a block")] = 16,
+    budget: Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="of the caches, such as 4GiB")] = None,
+    json: Json = False,
+) -> int:
+    """Say what a model's cache takes, and which kind to choose, without loading weights."""
+    from decodekit.cli.plan import plan_cache
+
+    return plan_cache(
+        model, config, context=context, batch=batch, dtype=dtype, block_size=block_size, budget=budget, as_json=json
+    )

@@ -15,8 +15,8 @@ from decodekit.integrations.models import load_model
 def run_suite(name: str, *, model: str | None, data: Path | None, limit: int | None, as_json: bool) -> int:
     """Run one suite and print its figures beside plain Hugging Face's."""
     if name == "list":
-        for suite, summary in suites().items():
-            results.print(f"{suite}: {summary}", markup=False)
+        for known, summary in suites().items():
+            results.print(f"{known}: {summary}", markup=False)
         return 0
     suite = load_suite(name)
     prompts = read_prompts(data, limit)

@@ -33,22 +33,20 @@ def run_recipe(
     texts = list(prompts) or [_standard_input()]
     options: dict[str, Any] = {"raw": raw} | ({"trace": trace} if trace is not None else {})
     outputs, interrupted = decode(loaded, texts, model, options)
-    copies = max(1, len(outputs) // len(texts))
-    asked = [text for text in texts for _ in range(copies)] if len(outputs) != len(texts) else texts
     if as_json:
-        print_json(
-            [{"prompt": text, **dataclasses.asdict(output)} for text, output in zip(asked, outputs, strict=True)]
-        )
+        print_json([{"prompt": texts[index], **dataclasses.asdict(output)} for index, output in outputs])
     else:
-        for text, output in zip(asked, outputs, strict=True):
-            _print_output(text, output)
+        for index, output in outputs:
+            _print_output(texts[index], output)
     if interrupted:
         return 130
-    return 1 if any(output.finish_reason == "error" for output in outputs) else 0
+    return 1 if any(output.finish_reason == "error" for _, output in outputs) else 0
 
 
-def decode(recipe: Recipe, texts: Sequence[str], model: str | None, options: dict[str, Any]) -> tuple[list[Output], bool]:
-    """The outputs, and whether the run was interrupted; progress on stderr."""
+def decode(
+    recipe: Recipe, texts: Sequence[str], model: str | None, options: dict[str, Any]
+) -> tuple[list[tuple[int, Output]], bool]:
+    """The outputs with the index of their prompt, and whether the run was interrupted; progress on stderr."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task("starting")
@@ -69,7 +67,9 @@ def decode(recipe: Recipe, texts: Sequence[str], model: str | None, options: dic
             for record in call.run():
                 tokens += len(record.tokens)
                 rate = tokens / (time.perf_counter() - started)
-                say(f"{tokens} tokens, {rate:.1f} a second, {sum(s.finish_reason is None for s in record.sequences)} rows left")
+                say(
+                    f"{tokens} tokens, {rate:.1f} a second, {sum(s.finish_reason is None for s in record.sequences)} rows left"
+                )
         except KeyboardInterrupt:
             call.cancel()
             return call.outputs(), True

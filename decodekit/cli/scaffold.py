@@ -45,12 +45,20 @@ def new_plugin(kind: str, name: str) -> int:
     if kind not in NEW_KINDS:
         raise InputError(f"unknown plugin kind {kind!r}: {nearest(kind, NEW_KINDS)}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise InputError(f"a plugin name is lower-case letters, digits and underscores, such as top_secret; got {name!r}")
+        raise InputError(
+            f"a plugin name is lower-case letters, digits and underscores, such as top_secret; got {name!r}"
+        )
     taken = [info for info in inventory() if info.group == NEW_KINDS[kind] and info.kind == name]
     if taken:
         raise InputError(f"{kind} {name!r} is already in {taken[0].distribution}; choose another name")
     directory = Path(f"decodekit-{name.replace('_', '-')}")
-    values = {"name": name, "dist": directory.name, "package": f"decodekit_{name}", "cls": _camel(name), "group": NEW_KINDS[kind]}
+    values = {
+        "name": name,
+        "dist": directory.name,
+        "package": f"decodekit_{name}",
+        "cls": _camel(name),
+        "group": NEW_KINDS[kind],
+    }
     _write_all(kind, _fresh(directory), values)
     results.print(f"wrote {directory}: pip install -e {directory} && pytest {directory}", markup=False, soft_wrap=True)
     return 0
@@ -72,6 +80,8 @@ def _write_all(template: str, directory: Path, values: dict[str, str]) -> None:
     with_root = Path(str(root))
     for source in sorted(path for path in with_root.rglob("*.in")):
         relative = str(source.relative_to(with_root)).removesuffix(".in")
-        target = directory / relative.replace("__package__", values.get("package", "")).replace("__name__", values.get("name", ""))
+        target = directory / relative.replace("__package__", values.get("package", "")).replace(
+            "__name__", values.get("name", "")
+        )
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(source.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")

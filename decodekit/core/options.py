@@ -20,10 +20,12 @@ from decodekit.core.errors import DecodekitError, nearest
 
 UNKNOWN, MISSING, WRONG, MISFIT = "unknown_option", "missing_option", "wrong_option", "wrong_kind"
 _SHOWN = 60
+_MOST_FAULTS = 100
 _WORDING = tuple(
     (re.compile(theirs), ours)
     for theirs, ours in (
-        ("^Input ", ""),
+        ("^(Input|List|Tuple|Dictionary|String) should ", "should "),
+        (r" after validation, not \d+", ""),
         (", unable to parse string as an? .*", ""),
         ("a valid (tuple|list)", "a list"),
         (r"a valid dictionary( or instance of \w+)?", "a mapping"),
@@ -111,13 +113,13 @@ def validate(model: type[Model], options: Mapping[str, Any]) -> Model:
     """``options`` as an instance of ``model``, no text taken for a number and no number for a truth value.
 
     Raises:
-        ValidationError: with messages as ``faults`` gives them. A model may have ``elsewhere``, a class variable that
-            maps names it does not know to what should be written instead.
+        ValidationError: with messages as ``faults`` gives them, the first 100 of many. A model may have ``elsewhere``,
+            a class variable that maps names it does not know to what should be written instead.
     """
     try:
         value = model.model_validate(options)
     except ValidationError as error:
-        found = [_fault(detail, model) for detail in error.errors(include_url=False)]
+        found = [_fault(detail, model) for detail in error.errors(include_url=False)[:_MOST_FAULTS]]
         # An option is missing most often because its name is misspelt: the misspelling says all.
         misspelt = any(code == UNKNOWN and len(loc) == 1 for loc, code, _ in found)
         kept = [one for one in found if not (misspelt and one.code == MISSING and len(one.loc) == 1)]

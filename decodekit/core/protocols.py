@@ -120,7 +120,8 @@ class SequenceStrategy(Plugin):
     @abstractmethod
     def decide(self, request: Request) -> Generator[Any, Any, Any]:
         """Yields what is to be started, cancelled or waited for; is resumed with progress and finished outputs; returns
-        the decision."""
+        the decision.
+        """
 
 
 class Constraint(Plugin):
@@ -129,7 +130,8 @@ class Constraint(Plugin):
     @abstractmethod
     def start(self, vocab: Any) -> Any:
         """A fresh state with ``mask(out, row)``, ``advance(token)``, ``rollback(n)``, ``fork()``, ``forced_tokens()`` and
-        ``is_accepting()``."""
+        ``is_accepting()``.
+        """
 
 
 class Drafter(Plugin):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,9 +33,7 @@ class TraceWriter:
 
     def header(self, **fields: Any) -> None:
         """The first line."""
-        from decodekit import __version__
-
-        self._write({"decodekit": __version__, "trace": TRACE_VERSION, **fields})
+        self._write({"decodekit": version("decodekit"), "trace": TRACE_VERSION, **fields})
 
     def token(self, **fields: Any) -> None:
         """One emitted token."""
@@ -62,9 +61,9 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     try:
         header = json.loads(lines[0])
-        version = header["trace"]
+        found = header["trace"]
     except (IndexError, ValueError, TypeError, KeyError) as error:
         raise InputError(f"{path} is not a decodekit trace: its first line has no trace version") from error
-    if version != TRACE_VERSION:
-        raise InputError(f"{path} is a trace of version {version}; this decodekit reads version {TRACE_VERSION}")
+    if found != TRACE_VERSION:
+        raise InputError(f"{path} is a trace of version {found}; this decodekit reads version {TRACE_VERSION}")
     return header, (json.loads(line) for line in lines[1:])

@@ -71,4 +71,13 @@ def _lengths(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("generation", least), f"{low} is more than {most}: {high}")
 
 
-_CHECKS = (_beams, _copies, _drafter, _fallback, _lengths)
+def _warpers(recipe: Recipe) -> Iterator[Clash]:
+    """Rules replace the sampling warpers of generate, and with them the options that set those."""
+    if recipe.rules is None:
+        return
+    for option in ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        if getattr(recipe.generation, option) is not None:
+            yield Clash(("generation", option), "has no effect beside rules, which replace it; write it as a rule")
+
+
+_CHECKS = (_beams, _copies, _drafter, _fallback, _lengths, _warpers)

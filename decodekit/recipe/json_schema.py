@@ -54,7 +54,7 @@ def recipe_schema() -> tuple[Schema, list[PluginInfo]]:
         described = properties[name]["description"]
         properties[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}], "description": described}
     properties["extends"] = {
-        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}],
         "description": "recipe files, relative to this one, over which this one is merged",
     }
     root = {"$schema": DIALECT, "title": "decodekit recipe", **_reference(keys[Recipe]), "$defs": definitions}

@@ -96,7 +96,7 @@ class _Reader:
 
     def assignment(self, text: str) -> tuple[list[Key], Node]:
         """The path and value of one ``--set``."""
-        source = self._source(f"--set {text}", Path.cwd(), located=False)
+        source = self._source(f"--set {' '.join(text.split())}", Path.cwd(), located=False)
         path, equals, value = text.partition("=")
         steps = path.strip().split(".")
         if not equals or not all(steps):
@@ -122,7 +122,8 @@ class _Reader:
                 data = file.read(MAX_BYTES + 1)
             whole = Path(os.path.realpath(path))
         except (OSError, ValueError) as error:
-            message = _absent(path) if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+            reason = getattr(error, "strerror", None) or error
+            message = _absent(path) if isinstance(error, FileNotFoundError) else f"cannot be read: {reason}"
             if named_by is None:
                 raise RecipeError(message, origin=label) from None
             raise RecipeError(f"{label}: {message}", path="extends", origin=str(named_by)) from None
@@ -138,9 +139,8 @@ class _Reader:
             message = f"a recipe is a mapping such as 'strategy: {{kind: sample}}', got {options.shown(node.plain())}"
             raise RecipeError(message, origin=str(node.origin))
         own = with_kinds(Node({key: entry for key, entry in node.value.items() if key != "extends"}, node.origin))
-        if "extends" not in node.value:
+        if "extends" not in node.value or (named := node.value["extends"].node).value is None:
             return own
-        named = node.value["extends"].node
         bases = named.value if isinstance(named.value, list) else [named]
         for base in bases:
             if not isinstance(base.value, str) or not base.value:
@@ -168,7 +168,8 @@ def _absent(path: Path) -> str:
     where = "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
     if not path.parent.is_dir():
         return f"no such file: its folder does not exist{where}"
-    names = sorted(file.name for file in path.parent.iterdir() if file.suffix in _SUFFIXES)
+    listed = path.parent.iterdir() if os.access(path.parent, os.R_OK) else ()
+    names = sorted(file.name for file in listed if file.suffix in _SUFFIXES)
     stems = difflib.get_close_matches(path.stem, {Path(name).stem for name in names}, n=2, cutoff=0.6)
     close = [name for stem in stems for name in names if Path(name).stem == stem]
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -21,6 +21,8 @@ from decodekit.core.protocols import (
 )
 from decodekit.recipe.generation import Generation
 
+MAX_RULES = 100
+
 Strategy = TokenStrategy | SearchStrategy | SequenceStrategy
 Fallback = Literal["error", "relax", "eos", "raw"]
 
@@ -78,7 +80,7 @@ class Recipe(BaseModel):
         default_factory=_default_strategy,
         description="scores tokens, keeps hypotheses, or decides between outputs; sample when left out",
     )
-    rules: tuple[Rule, ...] | None = Field(
+    rules: Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)] | None = Field(
         None,
         description="change the logits, in order; given, even empty, they replace the sampling warpers of generate",
     )

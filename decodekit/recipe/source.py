@@ -26,7 +26,7 @@ from decodekit.core.protocols import Plugin
 
 MAX_BYTES = 1 << 20
 MAX_ALIASES = 100
-MAX_NODES = 50_000
+MAX_NODES = 20_000
 MAX_DEPTH = 100
 MAX_DIGITS = 64
 
@@ -123,12 +123,12 @@ def parse(data: bytes | str, source: Source, *, is_json: bool = False) -> Node:
     stream = _json_events(text, source) if is_json else yaml.parse(text, Loader=_LOADER)
     try:
         return _Builder(stream, source).document()
+    except RecipeError:
+        raise
     except yaml.MarkedYAMLError as error:
         _refuse(_syntax(error, text), source, *_marked(error, text))
-    except (ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         # The parser without libyaml converts escapes and directives before it checks them.
-        if isinstance(error, RecipeError):
-            raise
         _refuse(f"not well formed: {error}", source)
 
 
@@ -144,9 +144,11 @@ def _decoded(data: bytes, source: Source) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        before = data[: error.start].decode("utf-8-sig")
+        before = error.object[: error.start].decode()
         _refuse(
-            f"not UTF-8 (byte {data[error.start]:#04x}): save the file as UTF-8", source, *_place(before, len(before))
+            f"not UTF-8 (byte {error.object[error.start]:#04x}): save the file as UTF-8",
+            source,
+            *_place(before, len(before)),
         )
 
 

@@ -19,7 +19,6 @@ def load(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Decoder:
 
     Raises:
         RecipeError: the recipe cannot be read; says where and what would be right.
-        PluginError: it names a plugin that cannot be loaded.
     """
     return Decoder(load_recipe(recipe, overrides=overrides))
 

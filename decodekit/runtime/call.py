@@ -126,9 +126,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         )
     reads = given.tokenizer is not None and (given.want_text or bool(settings.stop_strings))
     sequences = [
-        SequenceState(
-            request, row, limits, TextTracker(given.tokenizer, settings.stop_strings) if reads else None
-        )
+        SequenceState(request, row, limits, TextTracker(given.tokenizer, settings.stop_strings) if reads else None)
         for row, request in enumerate(requests)
     ]
     _end_unusable(sequences, prepared, limits)

@@ -96,7 +96,9 @@ class Decoder:
         finally:
             stream.end()
 
-    def run(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt] | str, **generation_options: Any) -> list[Output]:
+    def run(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt] | str, **generation_options: Any
+    ) -> list[Output]:
         """Decode texts, as one batch.
 
         Args:
@@ -113,7 +115,7 @@ class Decoder:
         texts = self._texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, generation_options)
         for _ in texts.run():
             pass
-        return texts.outputs()
+        return [output for _, output in texts.outputs()]
 
     def stream(self, model: Any, tokenizer: Any, prompt: Prompt, **generation_options: Any) -> Iterator[str]:
         """Decode one text and give it out piece by piece; the pieces joined are ``run``'s text.
@@ -126,14 +128,16 @@ class Decoder:
             for piece in record.pieces:
                 if piece:
                     yield piece
-        [output, *_] = texts.outputs()
+        [(_, output), *_] = texts.outputs()
         if output.error is not None:
             raise RowError(output.error)
         if rest := output.text[texts.given_out :]:
             yield rest
 
     @torch.no_grad()
-    def score(self, model: Any, tokenizer: Any, prompt: Prompt, continuation: str, **generation_options: Any) -> list[float]:
+    def score(
+        self, model: Any, tokenizer: Any, prompt: Prompt, continuation: str, **generation_options: Any
+    ) -> list[float]:
         """Log-probabilities (nats) of each token of ``continuation`` after ``prompt``, under this decoder's distribution.
 
         One forward scores all positions. Options as in ``run``; ``do_sample`` decides whether sampling rules count.

@@ -54,7 +54,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, steps: Sequence[tuple[str, Step]], *, sample: bool, fallback: Fallback = "error", eos: tuple[int, ...] = ()
+        self,
+        steps: Sequence[tuple[str, Step]],
+        *,
+        sample: bool,
+        fallback: Fallback = "error",
+        eos: tuple[int, ...] = (),
     ) -> None:
         self.steps = tuple(steps)
         self.sample = sample

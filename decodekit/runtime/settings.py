@@ -18,7 +18,12 @@ from decodekit.core.protocols import Rule, SearchStrategy
 from decodekit.recipe import Generation, Recipe
 
 # A warper option that the call names replaces the recipe's rule of this kind.
-_RULE_OF = {"temperature": ("temperature", "t"), "top_k": ("top_k", "k"), "top_p": ("top_p", "p"), "min_p": ("min_p", "p")}
+_RULE_OF = {
+    "temperature": ("temperature", "t"),
+    "top_k": ("top_k", "k"),
+    "top_p": ("top_p", "p"),
+    "min_p": ("min_p", "p"),
+}
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,22 @@ def resolve(model: Any, prepared: compat.Prepared, recipe: Recipe) -> Settings:
     _refuse(winning, recipe)
     max_new_tokens = winning.max_length - width
     if max_new_tokens < 1:
-        raise InputError(f"max_length {winning.max_length} leaves no room after a prompt of {width} tokens; raise max_new_tokens")
+        raise InputError(
+            f"max_length {winning.max_length} leaves no room after a prompt of {width} tokens; raise max_new_tokens"
+        )
     eos = winning.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     pad = winning.pad_token_id if winning.pad_token_id is not None else (eos[0] if eos else 0)
     stops = winning.stop_strings or ()
     copies = winning.num_return_sequences // max(1, call.num_return_sequences)
     return Settings(
-        winning, frozenset(named), max_new_tokens, eos, pad, (stops,) if isinstance(stops, str) else tuple(stops), copies
+        winning,
+        frozenset(named),
+        max_new_tokens,
+        eos,
+        pad,
+        (stops,) if isinstance(stops, str) else tuple(stops),
+        copies,
     )
 
 

@@ -63,7 +63,9 @@ class TextCall:
                 text, inputs = split_inputs(prompt)
                 ids = encode(tokenizer, text, raw=raw)
                 if context is not None and len(ids) >= context:
-                    raise InputError(f"the prompt has {len(ids)} tokens, the model's context holds {context}; shorten it")
+                    raise InputError(
+                        f"the prompt has {len(ids)} tokens, the model's context holds {context}; shorten it"
+                    )
             except InputError as error:
                 self._errors[index] = str(error)
                 continue
@@ -122,21 +124,22 @@ class TextCall:
         for sequence in self._call.loop.live if self._call is not None else ():
             sequence.finish("cancelled")
 
-    def outputs(self) -> list[Output]:
-        """An output a prompt and copy, in the order of the prompts."""
+    def outputs(self) -> list[tuple[int, Output]]:
+        """(index of the prompt, output) a prompt and copy, in the order of the prompts."""
         done = [self._output(sequence) for sequence in self._call.sequences] if self._call is not None else []
         copies = len(done) // len(self._prompts) if self._prompts else 1
-        outputs: list[Output] = []
+        outputs: list[tuple[int, Output]] = []
         for index in range(self._count):
             if index in self._errors:
-                outputs.append(Output("", [], "error", error=f"prompt {index}: {self._errors[index]}"))
+                outputs.append((index, Output("", [], "error", error=f"prompt {index}: {self._errors[index]}")))
             else:
-                outputs += done[:copies]
+                outputs += [(index, output) for output in done[:copies]]
                 done = done[copies:]
         return outputs
 
     def _output(self, sequence: SequenceState) -> Output:
-        assert self._call is not None and sequence.finish_reason is not None
+        assert self._call is not None
+        assert sequence.finish_reason is not None
         if sequence.tracker is not None:
             sequence.tracker.finish()
         return Output(

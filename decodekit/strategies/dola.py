@@ -34,10 +34,14 @@ class Dola(TokenStrategy):
     layers: Literal["low", "high"] | tuple[int, ...] = Field(
         "low", description="candidate layers: the lower or upper half, or a list of layer numbers"
     )
-    relative_top: float = Field(0.1, ge=0, le=1, description="tokens below this share of the top probability are dropped")
+    relative_top: float = Field(
+        0.1, ge=0, le=1, description="tokens below this share of the top probability are dropped"
+    )
     divergence: Divergence | None = Field(None, description="jsd (default in strict mode) or official (in compat mode)")
     early_norm: bool = Field(False, description="apply the final norm before early layers are read out")
-    mode: Literal["strict", "compat"] = Field("strict", description="strict is right row by row, compat as transformers 4.55")
+    mode: Literal["strict", "compat"] = Field(
+        "strict", description="strict is right row by row, compat as transformers 4.55"
+    )
 
     def hidden_layers(self, config: Any) -> tuple[int, ...]:
         """The candidate layers of a model.
@@ -49,7 +53,9 @@ class Dola(TokenStrategy):
         if isinstance(self.layers, tuple):
             wrong = [layer for layer in self.layers if not 0 <= layer < count]
             if wrong or not self.layers:
-                raise Refused(f"dola layers {list(self.layers)} must be layers of 0 to {count - 1} of this model, got {wrong}")
+                raise Refused(
+                    f"dola layers {list(self.layers)} must be layers of 0 to {count - 1} of this model, got {wrong}"
+                )
             return self.layers
         # With tied embeddings reading out the embedding gives the identity, which contrasts nothing.
         start = min(2, count - 1) if getattr(config, "tie_word_embeddings", False) else 0

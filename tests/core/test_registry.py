@@ -70,7 +70,9 @@ def test_unknown_option_and_wrong_value_are_one_line() -> None:
 
 def test_two_distributions_with_one_name_are_both_named_and_one_can_be_picked(install) -> None:
     install("rules", FakeEntry("top_k", "decodekit.rules.top_p:TopP", "other-dist"))
-    with pytest.raises(PluginError, match="in decodekit and in other-dist; choose 'decodekit:top_k' or 'other-dist:top_k'"):
+    with pytest.raises(
+        PluginError, match="in decodekit and in other-dist; choose 'decodekit:top_k' or 'other-dist:top_k'"
+    ):
         registry.load("rules", "top_k")
     assert registry.load("rules", "decodekit:top_k") is TopK
     assert {row.status for row in registry.inventory() if row.kind == "top_k"} == {"ambiguous"}

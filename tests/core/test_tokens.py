@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from decodekit.core.errors import InputError
 from decodekit.core.tokens import check_ids, constant, encode
@@ -7,7 +8,10 @@ from decodekit.testing import tiny_tokenizer
 
 
 def test_encode_adds_no_special_tokens() -> None:
-    assert encode(tiny_tokenizer(), "ab", "rule") == (5, 6)
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    assert tokenizer("ab").input_ids == [2, 5, 6]
+    assert encode(tokenizer, "ab", "rule") == (5, 6)
 
 
 def test_encode_says_what_is_missing() -> None:

@@ -125,6 +125,7 @@ class TestFaults:
             ("strategy: {kind: 3}", "a.yaml:1:18: strategy.kind: 'kind' should name one of beam"),
             ("strategy: [dola]", "a.yaml:1:11: strategy: should be a kind or a mapping with 'kind', got ['dola']"),
             ("strategi: dola", "a.yaml:1:1: strategi: unknown option: did you mean 'strategy'?"),
+            (f"rules: [{'top_p,' * 101}]", "a.yaml:1:8: rules: should have at most 100 items, got [{'kind': 'top_p'}"),
             ("rules: top_p", "a.yaml:1:8: rules: should be a list, got 'top_p'"),
             ("rules: [sample]", "a.yaml:1:9: rules.0.kind: unknown rule 'sample': known: bias, temperature, top_p"),
             ("rules:\n- kind: top_p\n  pp: 0.9", "a.yaml:3:3: rules.0.pp: unknown option: did you mean 'p'?"),

@@ -118,6 +118,7 @@ class TestExtends:
             "fallback": "raw",
             "generation": {"seed": 1},
         }
+        assert load_recipe({"extends": None}).to_dict() == {}
         assert refusal({"extends": "bas.yaml"}).startswith("recipe: extends: bas.yaml: no such file")
 
 

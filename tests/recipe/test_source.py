@@ -105,6 +105,7 @@ class TestRefusals:
             ("a: \x07", "a.yaml:1:4: control character '\\x07'"),
             ("é: 1\na: \x00", "a.yaml:2:4: control character '\\x00'"),
             (b"a: 1\nb\xc3\xa9: \xff", "a.yaml:2:5: not UTF-8 (byte 0xff)"),
+            (b"\xef\xbb\xbfa: \xff", "a.yaml:1:4: not UTF-8 (byte 0xff)"),
             ("a: 1".encode("utf-16"), "a.yaml:1:1: not UTF-8 (byte 0xff)"),
         ],
     )
@@ -166,7 +167,7 @@ class TestBombs:
         assert "nested more than 100 deep" in refusal("[" * 101 + "1" + "]" * 101, is_json=True)
 
     def test_values(self) -> None:
-        assert "more than 50000 values" in refusal("a: [" + "1," * 500_000 + "]")
+        assert "more than 20000 values" in refusal("a: [" + "1," * 500_000 + "]")
 
     def test_size(self) -> None:
         assert parse(b"a: 1 #" + b"x" * (MAX_BYTES - 6), SOURCE).plain() == {"a": 1}

@@ -61,6 +61,7 @@ def test_resolving_keeps_ids_and_is_idempotent() -> None:
     resolved = BadWords(words=("ab",), ids=((9,),)).resolve(TOKENIZER)
     assert resolved == BadWords(ids=((9,), (5, 6), (4, 5, 6)))
     assert resolved.resolve(TOKENIZER) == resolved
+    assert BadWords(words=("ab", "ab"), ids=((9,), (9,))).resolve(TOKENIZER) == resolved
 
 
 def test_says_what_is_missing() -> None:

@@ -27,6 +27,11 @@ def test_a_tiny_temperature_is_greedy_even_where_the_quotient_overflows(peak: fl
     assert Temperature(t=1e-4)(make_rows([[3]]), logits).softmax(-1).tolist() == [[0.0, 1.0, 0.0]]
 
 
+def test_a_masked_row_stays_masked() -> None:
+    logits = torch.full((1, 3), -torch.inf)
+    assert torch.equal(Temperature(t=0.5)(make_rows([[3]]), logits), logits)
+
+
 @pytest.mark.parametrize("t", [0, -1])
 def test_zero_and_below_point_to_greedy(t: float) -> None:
     with pytest.raises(

@@ -37,6 +37,19 @@ def test_keeps_the_fewest_tokens_whose_mass_reaches_p(p: float, kept: int) -> No
     assert torch.equal(result, torch.full_like(logits, -math.inf).scatter(1, expected, logits.gather(1, expected)))
 
 
+@pytest.mark.parametrize(("p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_reaching_p_exactly_is_enough(p: float, kept: int) -> None:
+    result = TopP(p=p)(make_rows([[3]]), torch.zeros(1, 4))
+    assert (result > -math.inf).tolist() == [[token < kept for token in range(4)]]
+
+
+def test_p_near_one_is_not_rounded_to_one() -> None:
+    # In float32 the first token alone would weigh 1.
+    logits = torch.tensor([[1 - 6e-9, 5e-9, 5e-10, 5e-10]], dtype=torch.float64).log()
+    kept = TopP(p=1 - 2e-9)(make_rows([[3]]), logits) > -math.inf
+    assert kept.tolist() == [[True, True, False, False]]
+
+
 @given(
     rows=st.lists(st.lists(st.sampled_from([-2.0, 0.0, 0.5, 3.0]), min_size=7, max_size=7), min_size=1, max_size=3),
     p=st.floats(1e-6, 1 - 1e-6),

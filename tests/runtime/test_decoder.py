@@ -99,7 +99,12 @@ def test_the_dictionary_holds_what_generate_would_return(model, padded) -> None:
 
 
 def test_scores_of_ended_rows_are_certain_of_the_pad(dense, padded) -> None:
-    options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True, "eos_token_id": list(range(30))}
+    options = {
+        "max_new_tokens": 12,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "eos_token_id": list(range(30)),
+    }
     output = dense.generate(**padded(), **options, custom_generate=GREEDY)
     totals = dense.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
     plain = dense.generate(**padded(), **options)
@@ -123,9 +128,7 @@ def test_the_callers_processors_see_the_padded_batch_and_run_first(dense, padded
     options = {"max_new_tokens": 5, "eos_token_id": None, "suppress_tokens": [60]}
     plain = dense.generate(**padded(), **options, logits_processor=[AddToToken(60, 100.0), AddToToken(61, 30.0)])
     own = AddToToken(60, 100.0)
-    ours = dense.generate(
-        **padded(), **options, logits_processor=[own, AddToToken(61, 30.0)], custom_generate=GREEDY
-    )
+    ours = dense.generate(**padded(), **options, logits_processor=[own, AddToToken(61, 30.0)], custom_generate=GREEDY)
     assert torch.equal(ours, plain)
     assert own.shapes == [((8, 12 + step), (8, 97)) for step in range(5)]
 
@@ -152,7 +155,9 @@ def test_the_callers_criteria_stop_their_row_alone(dense, padded) -> None:
 
 def test_max_time_ends_the_call(dense, padded) -> None:
     started = time.perf_counter()
-    output = dense.generate(**padded(), max_new_tokens=100_000 // 64, max_time=0.3, eos_token_id=None, custom_generate=GREEDY)
+    output = dense.generate(
+        **padded(), max_new_tokens=100_000 // 64, max_time=0.3, eos_token_id=None, custom_generate=GREEDY
+    )
     assert 12 < output.shape[1] < 12 + 100_000 // 64
     assert time.perf_counter() - started < 5
 
@@ -175,7 +180,11 @@ def test_other_caches_are_used_as_given(dense, cache) -> None:
     from decodekit.core.compat import CACHE_KEY
 
     def fresh():
-        return DynamicCache(config=dense.config) if cache is DynamicCache else StaticCache(config=dense.config, max_cache_len=40)
+        return (
+            DynamicCache(config=dense.config)
+            if cache is DynamicCache
+            else StaticCache(config=dense.config, max_cache_len=40)
+        )
 
     ids = torch.tensor([[5, 17, 42, 8]])
     plain = dense.generate(ids, max_new_tokens=8, eos_token_id=None, **{CACHE_KEY: fresh()})
@@ -188,7 +197,10 @@ def test_other_caches_are_used_as_given(dense, cache) -> None:
 
 
 def test_a_recipes_length_holds_unless_the_call_names_one(dense) -> None:
-    decoder, ids = decodekit.load({"generation": {"max_new_tokens": 200, "suppress_tokens": [1]}}), torch.tensor([[5, 6]])
+    decoder, ids = (
+        decodekit.load({"generation": {"max_new_tokens": 200, "suppress_tokens": [1]}}),
+        torch.tensor([[5, 6]]),
+    )
     assert dense.generate(ids, custom_generate=decoder).shape[1] == 202
     assert dense.generate(ids, custom_generate=decoder, max_new_tokens=7).shape[1] == 9
     assert dense.generate(ids, custom_generate=decoder, max_length=12).shape[1] == 12
@@ -242,7 +254,9 @@ def test_sampling_follows_the_exact_softmax() -> None:
     prompt, rows = [3, 7, 5], 4000
     with torch.no_grad():
         probabilities = (model(torch.tensor([prompt])).logits[0, -1] / 2.0).softmax(-1)
-    decoder = decodekit.load({"rules": [{"kind": "temperature", "t": 2.0}], "generation": {"do_sample": True, "seed": 5}})
+    decoder = decodekit.load(
+        {"rules": [{"kind": "temperature", "t": 2.0}], "generation": {"do_sample": True, "seed": 5}}
+    )
     drawn = model.generate(torch.tensor([prompt] * rows), custom_generate=decoder, max_new_tokens=1)[:, -1]
     counts = drawn.bincount(minlength=11).double()
     expected = probabilities * rows
@@ -365,7 +379,11 @@ def test_a_row_that_its_rules_break_ends_alone(dense, padded, value) -> None:
     plain = dense.generate(**padded(), max_new_tokens=6, eos_token_id=None)
     with pytest.warns(RuntimeWarning, match="row 2 ended early: rule 'PoisonRow' left no token to choose from"):
         ours = dense.generate(
-            **padded(), max_new_tokens=6, eos_token_id=None, custom_generate=GREEDY, logits_processor=[PoisonRow(2, value, 3)]
+            **padded(),
+            max_new_tokens=6,
+            eos_token_id=None,
+            custom_generate=GREEDY,
+            logits_processor=[PoisonRow(2, value, 3)],
         )
     expected = plain.clone()
     expected[2, 12 + 3 :] = 0
@@ -402,7 +420,9 @@ def test_nan_logits_of_the_model_end_their_row(dense, padded) -> None:
     plain = dense.generate(**padded(), max_new_tokens=30, eos_token_id=None)
     hit = [row for row in range(8) if 13 in plain[row, 12:].tolist()]
     assert 0 < len(hit) < 8, "some rows should meet token 13"
-    with pytest.warns(RuntimeWarning, match="the scores of the next token hold NaN: the model or the strategy is broken"):
+    with pytest.warns(
+        RuntimeWarning, match="the scores of the next token hold NaN: the model or the strategy is broken"
+    ):
         ours = dense.generate(**padded(), max_new_tokens=30, eos_token_id=None, custom_generate=decoder)
     for row in range(8):
         full = plain[row, 12:].tolist()
@@ -451,10 +471,15 @@ def test_a_branch_of_an_unknown_model_says_how_to_give_one(dense) -> None:
             return Branch("main", request.prompt_ids), Branch("unconditional", request.prompt_ids, model="amateur")
 
     decoder = decodekit.Decoder(GREEDY.recipe.model_copy(update={"strategy": Expert()}))
-    with pytest.raises(InputError, match=r"needs a model called 'amateur'; give decoder.bind\(models=\{'amateur': model\}\)"):
+    with pytest.raises(
+        InputError, match=r"needs a model called 'amateur'; give decoder.bind\(models=\{'amateur': model\}\)"
+    ):
         dense.generate(torch.tensor([[5]]), custom_generate=decoder)
     bound = decoder.bind(models={"amateur": dense})
-    assert dense.generate(torch.tensor([[5, 6]]), custom_generate=bound, max_new_tokens=3, eos_token_id=None).shape == (1, 5)
+    assert dense.generate(torch.tensor([[5, 6]]), custom_generate=bound, max_new_tokens=3, eos_token_id=None).shape == (
+        1,
+        5,
+    )
 
 
 def test_an_encoder_decoder_is_refused() -> None:
@@ -474,5 +499,7 @@ def test_a_broken_strategy_is_named(dense) -> None:
             return outputs["main"].logits[:, :5]
 
     decoder = decodekit.Decoder(GREEDY.recipe.model_copy(update={"strategy": Wrong()}))
-    with pytest.raises(decodekit.PluginError, match=r"strategy 'wrong' returned \(1, 5\) torch.float64; expected .*\(1, 97\)"):
+    with pytest.raises(
+        decodekit.PluginError, match=r"strategy 'wrong' returned \(1, 5\) torch.float64; expected .*\(1, 97\)"
+    ):
         dense.generate(torch.tensor([[5]]), custom_generate=decoder)

@@ -44,7 +44,9 @@ def test_a_transformers_streamer_gives_the_text(dense, tokenizer) -> None:
 
 def test_a_transformers_streamer_takes_one_row(dense, tokenizer, padded) -> None:
     streamer = TextIteratorStreamer(tokenizer, timeout=1)
-    with pytest.raises(InputError, match=r"TextIteratorStreamer takes one row, got 8; give a streamer whose put takes \(row"):
+    with pytest.raises(
+        InputError, match=r"TextIteratorStreamer takes one row, got 8; give a streamer whose put takes \(row"
+    ):
         dense.generate(**padded(), custom_generate=GREEDY, dk_streamer=streamer)
     assert list(streamer) == [""], "it was ended, so that a reader does not wait for ever"
 

@@ -50,12 +50,16 @@ def test_stop_strings_end_their_row_and_are_cut_from_the_text(dense, tokenizer) 
     prompts = ["Who won?", "a", "the end"]
     plain = GREEDY.run(dense, tokenizer, prompts, max_new_tokens=24, eos_token_id=96)
     stop = plain[0].text[5:8]
-    stopped = GREEDY.run(dense, tokenizer, prompts, max_new_tokens=24, eos_token_id=96, stop_strings=[stop, "no such text"])
+    stopped = GREEDY.run(
+        dense, tokenizer, prompts, max_new_tokens=24, eos_token_id=96, stop_strings=[stop, "no such text"]
+    )
     for before, after in zip(plain, stopped, strict=True):
         if stop in before.text:
             assert after.text == before.text[: before.text.index(stop)]
             assert after.finish_reason == "stop"
-            assert tokenizer.decode(after.token_ids).rstrip("").endswith(stop) or stop in tokenizer.decode(after.token_ids)
+            assert tokenizer.decode(after.token_ids).rstrip("").endswith(stop) or stop in tokenizer.decode(
+                after.token_ids
+            )
             assert before.token_ids[: len(after.token_ids)] == after.token_ids
         else:
             assert after.token_ids == before.token_ids
@@ -65,7 +69,9 @@ def test_stop_strings_end_their_row_and_are_cut_from_the_text(dense, tokenizer) 
 def test_stop_strings_through_generate_need_the_tokenizer(dense, tokenizer) -> None:
     ids = tokenizer("Who won?", return_tensors="pt").input_ids
     [plain] = GREEDY.run(dense, tokenizer, "Who won?", max_new_tokens=24, eos_token_id=96)
-    decoder = decodekit.load({"generation": {"stop_strings": plain.text[5:8], "max_new_tokens": 24, "eos_token_id": 96}})
+    decoder = decodekit.load(
+        {"generation": {"stop_strings": plain.text[5:8], "max_new_tokens": 24, "eos_token_id": 96}}
+    )
     with pytest.raises(InputError, match="need a tokenizer; give dk_tokenizer=tokenizer"):
         dense.generate(ids, custom_generate=decoder)
     [expected] = decoder.run(dense, tokenizer, "Who won?")
@@ -96,7 +102,10 @@ def test_a_stream_can_be_left_early(dense, tokenizer) -> None:
     [
         ({}, {}),
         ({"strategy": {"kind": "dola", "relative_top": 0.0}}, {}),
-        ({"rules": [{"kind": "temperature", "t": 0.5}, {"kind": "repetition_penalty", "penalty": 1.3}]}, {"do_sample": True}),
+        (
+            {"rules": [{"kind": "temperature", "t": 0.5}, {"kind": "repetition_penalty", "penalty": 1.3}]},
+            {"do_sample": True},
+        ),
         ({"rules": [{"kind": "no_repeat_ngram", "n": 3}], "generation": {"repetition_penalty": 1.2}}, {}),
     ],
     ids=str,

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.integration
 
 def golden_model(name: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     raw = json.loads((GOLDEN / f"tiny_{name}.config.json").read_text())
-    known = {key: raw[key] for key in raw if key not in ("architectures", "model_type", "torch_dtype", "transformers_version")}
+    known = {
+        key: raw[key]
+        for key in raw
+        if key not in ("architectures", "model_type", "torch_dtype", "transformers_version")
+    }
     model = LlamaForCausalLM(LlamaConfig(**known))
     model.load_state_dict(load_file(GOLDEN / f"tiny_{name}.safetensors"), strict=not known["tie_word_embeddings"])
     model.tie_weights()
@@ -82,9 +86,7 @@ def test_strict_gives_every_row_of_a_batch_its_solo_run(name: str, run: str, div
 
 
 def dola(layers, count, tied=False, **options) -> tuple[int, ...]:
-    return Dola(layers=layers, **options).hidden_layers(
-        LlamaConfig(num_hidden_layers=count, tie_word_embeddings=tied)
-    )
+    return Dola(layers=layers, **options).hidden_layers(LlamaConfig(num_hidden_layers=count, tie_word_embeddings=tied))
 
 
 def test_buckets_are_those_of_the_paper() -> None:
@@ -126,8 +128,8 @@ def test_score_is_the_log_ratio_to_the_layer_of_each_position() -> None:
     assert len(set(layers)) > 1, "the example should choose different layers"
     for position, layer in enumerate(layers):
         p = final[position].log_softmax(-1)
-        candidates = {l: (hidden[l][position] @ head.T).log_softmax(-1) for l in hidden}
-        far = {l: float(layer_divergence(p[None], q[None, None])) for l, q in candidates.items()}
+        candidates = {other: (states[position] @ head.T).log_softmax(-1) for other, states in hidden.items()}
+        far = {other: float(layer_divergence(p[None], q[None, None])) for other, q in candidates.items()}
         assert layer == max(far, key=far.get)
         expected = torch.where(p.exp() >= 0.1 * p.exp().max(), p - candidates[layer], -torch.inf)
         torch.testing.assert_close(scores[position], expected)
@@ -148,10 +150,18 @@ def test_early_layers_pass_the_models_scale_and_softcap(family: str) -> None:
 
     from decodekit.core import compat
 
-    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     if family == "softcap":
-        config = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.5)
+        config = Gemma2Config(
+            **sizes, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.5
+        )
     else:
         config = CohereConfig(**sizes, logit_scale=0.25, initializer_range=0.5)
     model = AutoModelForCausalLM.from_config(config).eval()

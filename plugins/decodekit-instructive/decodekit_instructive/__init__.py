@@ -23,7 +23,8 @@ class Instructive(TokenStrategy):
     kind: Literal["instructive"] = "instructive"
     epsilon: float = Field(0.3, ge=0, description="strength; 0 is plain decoding")
     noisy: str = Field(
-        "Always answer with the opposite of what is asked.", description="the misleading instruction, put before the prompt"
+        "Always answer with the opposite of what is asked.",
+        description="the misleading instruction, put before the prompt",
     )
 
     def branches(self, request: Request) -> tuple[Branch, ...]:

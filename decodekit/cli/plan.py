@@ -1,0 +1,89 @@
+"""``decodekit plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from decodekit.cache.ledger import Ledger, ledger
+from decodekit.cli.console import print_json, results
+from decodekit.core.errors import InputError
+from decodekit.core.units import format_bytes
+
+
+def plan_cache(
+    model: str | None,
+    config: Path | None,
+    *,
+    context: int,
+    batch: int,
+    dtype: str | None,
+    block_size: int,
+    budget: str | None,
+    as_json: bool,
+) -> int:
+    """Print the ledger of a model's cache; ``as_json`` with the names that it has in Python."""
+    if (model is None) == (config is None):
+        raise InputError("give either a model with -m or its config.json with --config")
+    source = _config_of(model) if model is not None else config
+    plan = ledger(source, context, batch, dtype=dtype, block_size=block_size, budget=budget)
+    if as_json:
+        print_json(dataclasses.asdict(plan))
+    else:
+        _print(plan)
+    return 0
+
+
+def _config_of(model: str) -> Any:
+    if (folder := Path(model).expanduser()).exists():
+        return folder
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"cannot read the config of model {model!r}: {reason}") from error
+
+
+def _print(plan: Ledger) -> None:
+    rows = f"{plan.batch} row{'s' * (plan.batch > 1)} of {plan.context} tokens"
+    results.print(f"{plan.model_type or 'model'}: {rows}, {plan.dtype}, blocks of {plan.block_size}\n", markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layers")
+    for column in ("K/V a token", "states a row", "convolutions a row", "total"):
+        table.add_column(column, justify="right")
+    for kind in plan.kinds:
+        window = f", last {kind.kept} tokens" if kind.kept is not None else ""
+        sizes = (kind.kv_bytes_per_token, kind.state_bytes_per_request, kind.conv_bytes_per_request, kind.total_bytes)
+        table.add_row(f"{kind.layers} {kind.kind}{window}", *map(format_bytes, sizes))
+    sizes = (plan.kv_bytes_per_token, plan.state_bytes_per_request, plan.conv_bytes_per_request, plan.total_bytes)
+    table.add_row("all", *map(format_bytes, sizes), style="bold")
+    results.print(table)
+    results.print()
+    if plan.blocks_per_request:
+        unused = format_bytes(plan.block_waste_bytes)
+        results.print(f"{plan.blocks_per_request} blocks a row; {unused} stay unused in partly filled ones")
+    if plan.crossover_tokens:
+        results.print(
+            f"from {plan.crossover_tokens} tokens on, recurrent layers take no more than attention layers would"
+        )
+    if plan.budget_bytes is not None:
+        length = "any number of" if plan.largest_context is None else plan.largest_context
+        results.print(
+            f"{format_bytes(plan.budget_bytes)} hold {plan.largest_batch} rows of {plan.context} tokens, "
+            f"or {plan.batch} of {length} tokens"
+        )
+    results.print()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column()
+    for advice in plan.advice:
+        verdict = "recommended: " if advice.recommended else "does not fit: " if advice.fits is False else ""
+        style = "bold" if advice.recommended else None
+        table.add_row(advice.cache, format_bytes(advice.bytes), verdict + advice.reason, style=style)
+    results.print(table)

@@ -1,0 +1,50 @@
+"""The README's tables of plugins, generated from the registry: ``python -m decodekit.cli.tables README.md``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from decodekit.core import registry
+from decodekit.core.protocols import Plugin
+
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def plugin_table(group: str) -> str:
+    """A Markdown table of decodekit's own plugins of a group."""
+    rows = ["| kind | what it does | options (default) | source | cost |", "|---|---|---|---|---|"]
+    for info in registry.inventory():
+        if info.group == group and info.distribution == registry.OWN_DISTRIBUTION:
+            plugin = registry.load(group, f"{info.distribution}:{info.kind}")
+            module = inspect.getdoc(inspect.getmodule(plugin)) or ""
+            what = module.splitlines()[0].rstrip(".")
+            cells = (f"`{info.kind}`", what, _options(plugin), _source(plugin), info.cost)
+            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def refresh(text: str) -> str:
+    """``text`` with every ``<!-- table: GROUP -->`` block made anew."""
+    return _BLOCK.sub(lambda match: match[1] + plugin_table(match[2]) + match[3], text)
+
+
+def _options(plugin: type[Plugin]) -> str:
+    fields = {name: field for name, field in plugin.model_fields.items() if name != "kind"}
+    shown = (
+        f"`{name}`" if field.is_required() else f"`{name}` ({field.get_default(call_default_factory=True)})"
+        for name, field in fields.items()
+    )
+    return ", ".join(shown)
+
+
+def _source(plugin: type[Plugin]) -> str:
+    found = re.search(r"arXiv:(\d{4}\.\d{5})", inspect.getdoc(plugin) or "")
+    return f"[{found[1]}](https://arxiv.org/abs/{found[1]})" if found else ""
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(refresh(path.read_text(encoding="utf-8")), encoding="utf-8")

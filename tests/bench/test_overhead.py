@@ -1,0 +1,39 @@
+import pytest
+
+from decodekit.bench import load_suite, suites
+from decodekit.bench.prompts import DEFAULT, read_prompts
+from decodekit.bench.timing import paired
+from decodekit.core.errors import InputError
+
+
+def test_overhead_compares_the_same_tokens(dense, tokenizer) -> None:
+    rows = load_suite("overhead")(dense, tokenizer, list(DEFAULT), lambda status: None)
+    assert [row["batch"] for row in rows] == [1, 8]
+    for row in rows:
+        assert row["identical_tokens"]
+        assert row["ratio_q1"] <= row["ratio"] <= row["ratio_q3"]
+        assert row["ratio"] == pytest.approx(row["decodekit_ms_a_step"] / row["generate_ms_a_step"], rel=0.5)
+
+
+def test_suites_are_found_with_what_they_measure() -> None:
+    assert suites()["overhead"].startswith("What a token costs")
+    assert not {"prompts", "timing"} & suites().keys()
+
+
+def test_paired_calls_both_in_turn() -> None:
+    calls = []
+    paired(lambda: calls.append("peer"), lambda: calls.append("ours"), rounds=4)
+    assert calls == ["peer", "ours"] + ["peer", "ours", "ours", "peer"] * 2
+
+
+def test_prompts_come_from_a_file(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert read_prompts(path, None) == ["a", "b"]
+    assert read_prompts(path, 1) == ["a"]
+    assert read_prompts(None, 3) == list(DEFAULT[:3])
+    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(InputError, match=r"data\.jsonl:2: expected a JSON object with the key 'prompt'"):
+        read_prompts(path, None)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_prompts(tmp_path / "none.jsonl", None)

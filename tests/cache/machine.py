@@ -1,0 +1,280 @@
+"""A state machine that drives a tiny BlockPool beside its model and checks the invariants after every step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from decodekit.cache.allocator import OutOfBlocks
+from decodekit.cache.blocks import BlockPool
+from decodekit.cache.prefix import Prompt
+from decodekit.core.errors import InputError
+from tests.cache.interrupts import Interrupted, failing_take, interrupted, state
+from tests.cache.model import Model, Row, content
+
+MAX_ROWS = 5
+INTERRUPTED = object()
+AT_LINE = st.none() | st.integers(1, 45)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+OTHER = st.sampled_from([{}] * 5 + [{"salt": "b"}, {"extra": "lora"}, {"media": [(1, 3, "cat")]}])
+
+
+def has_rows(machine: PoolMachine) -> bool:
+    return bool(machine.model.rows)
+
+
+def has_space(machine: PoolMachine) -> bool:
+    return len(machine.model.rows) < MAX_ROWS
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.sampled_from([5, 6]),
+        size=st.sampled_from([2, 2, 1, 3]),
+        window=st.sampled_from([None, None, 3]),
+        prefix_cache=st.sampled_from([True] * 5 + [False]),
+    )
+    def start(self, num_blocks, size, window, prefix_cache):
+        self.pool = BlockPool(num_blocks, size, prefix_cache=prefix_cache, window=window)
+        self.model = Model(num_blocks, size, window, prefix_cache)
+        self.history: list[list[int]] = []
+
+    def state(self):
+        return state(self.pool, *(row.table for row in self.model.rows))
+
+    def attempt(self, operation, at_line: int | None):
+        """What the operation gives; interrupted, it must have left no trace."""
+        before = self.state()
+        try:
+            with interrupted(at_line):
+                return operation()
+        except Interrupted:
+            assert self.state() == before, "an interrupted operation leaves no trace"
+            return INTERRUPTED
+
+    def draw_row(self, data) -> Row:
+        return data.draw(st.sampled_from(self.model.rows))
+
+    def draw_prompt(self, data) -> Prompt:
+        """Some of what was seen before, and a suffix."""
+        known = data.draw(st.sampled_from([[], *self.history[-6:], *(row.tokens for row in self.model.rows)]))
+        tokens = [*known[: data.draw(st.integers(0, len(known)))], *data.draw(st.just([]) | TOKENS)]
+        return Prompt(tokens[: self.pool.num_blocks * self.pool.block_size], **data.draw(OTHER))
+
+    # Steps that rules are made of
+
+    def open(self, prompt: Prompt, at_line: int | None = None, depth: int | None = None) -> Row | None:
+        places = self.model.donors(prompt)
+        assert self.pool.resumable(prompt) == [place for place, _ in places], "live donors are found, honest ones only"
+        table = self.attempt(lambda: self.pool.open(prompt, depth=depth), at_line)
+        if table is INTERRUPTED:
+            return None
+        place, blocks = next(found for found in reversed(places) if depth in (None, found[0]))
+        assert table.num_cached == table.length == table.committed == place
+        assert place < max(len(prompt.tokens), 1), "a token is left to compute"
+        assert table.blocks == blocks, "the oldest block with a content is hit"
+        row = Row(table, prompt, list(prompt.tokens[:place]), place, blocks, 0, self.model.first_needed(place))
+        self.model.opened(row)
+        return row
+
+    def make_room(
+        self, row: Row, count: int, at_line: int | None = None, fail_at: int | None = None, late: bool = False
+    ) -> bool:
+        """Whether there is room now."""
+        pool, table, before = self.pool, row.table, self.state()
+        needed, last, _ = self.model.demand(row, count)
+        assert pool.blocks_needed(table, count) == needed
+        fits = needed <= len(self.model.free()) + len(self.model.idle)
+        assert pool.can_allocate(needed) == fits
+        if not fits or (fail_at is not None and fail_at < needed):
+            with failing_take(pool, fail_at, late), pytest.raises((OutOfBlocks, Interrupted)):
+                pool.append(table, count)
+            assert self.state() == before, "a failed append leaves no trace"
+            return False
+        simple = not needed and last not in self.model.sealed  # nothing to undo
+        copies = self.attempt(lambda: pool.append(table, count), None if simple else at_line)
+        if copies is INTERRUPTED:
+            return False
+        self.model.appended(row, count, copies)
+        return True
+
+    def write(self, row: Row, tokens: list[int], accepted: int, at_line: int | None = None) -> None:
+        """Write tokens where there is room, and commit the first of them."""
+        start, kept = len(row.tokens), tokens[:accepted]
+        self.model.write(row, tokens, self.pool.slot_mapping(row.table, start, start + len(tokens)))
+        if self.attempt(lambda: self.pool.commit(row.table, kept), at_line) is not INTERRUPTED:
+            self.model.committed(row, kept)
+
+    def compute(self, row: Row, tokens: list[int], **faults) -> None:
+        if self.make_room(row, max(len(row.tokens) + len(tokens) - row.length, 0), **faults):
+            self.write(row, tokens, len(tokens))
+
+    def truncate_to(self, row: Row, length: int, at_line: int | None = None) -> None:
+        if self.attempt(lambda: self.pool.truncate(row.table, length), at_line) is not INTERRUPTED:
+            self.model.truncated(row, length)
+
+    # Rules
+
+    @precondition(has_space)
+    @rule(data=st.data(), at_line=AT_LINE, fail_at=st.none() | st.integers(0, 3), late=st.booleans())
+    def add(self, data, at_line, fail_at, late):
+        if row := self.open(self.draw_prompt(data), at_line):
+            self.compute(row, row.uncomputed, fail_at=fail_at, late=late)
+
+    @precondition(has_space)
+    @rule(data=st.data())
+    def add_at(self, data):
+        """As one of several cache groups that agree on where to begin."""
+        prompt = self.draw_prompt(data)
+        place, _ = data.draw(st.sampled_from(self.model.donors(prompt)))
+        self.compute(row := self.open(prompt, depth=place), row.uncomputed)
+
+    @precondition(lambda self: len(self.model.rows) < MAX_ROWS - 1)
+    @rule(data=st.data())
+    def add_twice(self, data):
+        """Neither sees what the other is about to compute, so both have the same content."""
+        prompt = self.draw_prompt(data)
+        for row in [self.open(prompt), self.open(prompt)]:
+            self.compute(row, row.uncomputed)
+
+    @precondition(has_rows)
+    @rule(data=st.data(), tokens=st.just([]) | TOKENS, fail_at=st.none() | st.integers(0, 2), late=st.booleans())
+    def append(self, data, tokens, fail_at, late):
+        self.compute(self.draw_row(data), tokens, fail_at=fail_at, late=late)
+
+    @precondition(has_rows)
+    @rule(data=st.data(), tokens=TOKENS, at_line=AT_LINE, kept=st.booleans())
+    def verify_draft(self, data, tokens, at_line, kept):
+        """Room for a draft, part of which is accepted; the rest is rolled back, or its room kept."""
+        row = self.draw_row(data)
+        spare = row.length - len(row.tokens)
+        if self.make_room(row, max(len(tokens) - spare, 0), at_line):
+            self.write(row, tokens, data.draw(st.integers(0, len(tokens))), at_line)
+            if not kept:
+                self.truncate_to(row, len(row.tokens))
+
+    @precondition(lambda self: has_rows(self) and has_space(self))
+    @rule(data=st.data(), at_line=AT_LINE)
+    def fork(self, data, at_line):
+        row = self.draw_row(data)
+        if row.length > len(row.tokens):
+            with pytest.raises(InputError, match="not committed"):
+                self.pool.fork(row.table)
+            return
+        table = self.attempt(lambda: self.pool.fork(row.table), at_line)
+        if table is not INTERRUPTED:
+            self.model.forked(row, table)
+
+    @precondition(has_rows)
+    @rule(data=st.data(), at_line=AT_LINE)
+    def truncate(self, data, at_line):
+        row, size = self.draw_row(data), self.pool.block_size
+        self.truncate_to(row, data.draw(st.integers(row.needed_from // size * size, row.length)), at_line)
+
+    @precondition(has_rows)
+    @rule(data=st.data(), at_line=AT_LINE)
+    def slide(self, data, at_line):
+        row = self.draw_row(data)
+        first_needed = self.model.first_needed(len(row.tokens))
+        if self.pool.window is None:
+            first_needed = data.draw(st.integers(0, len(row.tokens)))
+            row.sinks = row.sinks if row.needed_from else data.draw(st.sampled_from([0, 0, 1, 2]))
+        slid = self.attempt(lambda: self.pool.slide(row.table, first_needed, sinks=row.sinks), at_line)
+        if slid is not INTERRUPTED:
+            self.model.slid(row, first_needed)
+
+    @precondition(has_rows)
+    @rule(data=st.data(), at_line=AT_LINE)
+    def release(self, data, at_line):
+        row = self.draw_row(data)
+        if self.attempt(lambda: self.pool.release(row.table), at_line) is INTERRUPTED:
+            return
+        self.history.append(max(row.tokens, row.prompt.tokens, key=len))
+        self.model.released(row)
+        self.pool.release(row.table)
+        for operation in (self.pool.fork, lambda table: self.pool.append(table, 1)):
+            with pytest.raises(InputError, match="released"):
+                operation(row.table)
+
+    @precondition(has_rows)
+    @rule(data=st.data())
+    def misuse(self, data):
+        pool, table, before = self.pool, self.draw_row(data).table, self.state()
+        for operation in (
+            lambda: pool.append(table, -1),
+            lambda: pool.commit(table, [0] * (table.length - table.committed + 1)),
+            lambda: pool.truncate(table, table.length + 1),
+            lambda: pool.slide(table, table.length + 1),
+            lambda: pool.slot_mapping(table, 0, table.length + 1),
+            lambda: pool.open(Prompt([0, 1, 1]), depth=3),
+        ):
+            with pytest.raises(InputError):
+                operation()
+        assert self.state() == before
+
+    # Invariants
+
+    @invariant()
+    def every_reference_is_a_table_entry(self):
+        references = self.model.references()
+        assert self.pool._allocator.references == [references[block] for block in range(self.pool.num_blocks)]
+        for row in self.model.rows:
+            assert row.table.blocks == row.blocks
+            assert row.table.length == row.length
+            assert len(row.blocks) == self.model.blocks_of(row.length)
+
+    @invariant()
+    def free_cached_and_used_partition_the_pool(self):
+        pool, inner, used = self.pool, self.pool._allocator, set(self.model.references())
+        assert sorted([*inner.free, *inner.cached, *used]) == list(range(pool.num_blocks))
+        assert pool.used_blocks == len(used)
+        assert pool.free_blocks == len(self.model.free())
+
+    @invariant()
+    def the_prefix_maps_are_inverse(self):
+        chains = self.pool._allocator.chains
+        assert {block for block, chain in enumerate(chains) if chain is not None} == set(self.model.sealed)
+        for block in self.model.sealed:
+            assert chains[block].holders.count(block) == 1
+        for chain in self.pool._index._chains.values():
+            assert all(chains[block] is chain for block in chain.holders)
+
+    @invariant()
+    def sealed_blocks_keep_their_content(self):
+        for block, cells in self.model.sealed.items():
+            assert self.model.storage[block] == cells
+
+    @invariant()
+    def storage_holds_the_history(self):
+        size = self.pool.block_size
+        for row in self.model.rows:
+            assert row.table.committed == len(row.tokens)
+            for start, stop in [(0, min(row.sinks, row.needed_from)), (row.needed_from, len(row.tokens))]:
+                slots = self.pool.slot_mapping(row.table, start, stop)
+                cells = [self.model.storage[slot // size][slot % size] for slot in slots]
+                assert cells == [content(row.prompt, row.tokens, position) for position in range(start, stop)]
+            holes = {number for number, block in enumerate(row.blocks) if block is None}
+            assert holes == set(range(self.model.blocks_of(row.sinks), row.needed_from // size))
+
+    @invariant()
+    def evictions_are_in_order_of_use(self):
+        assert list(self.pool._allocator.cached) == self.model.idle
+
+    @invariant()
+    def statistics_count_what_happened(self):
+        counts = self.pool._allocator.counts
+        assert counts == {name: self.model.counts[name] for name in counts}
+
+    def teardown(self):
+        """Draining returns every block."""
+        while self.model.rows:
+            row = self.model.rows[0]
+            self.pool.release(row.table)
+            self.model.released(row)
+            self.every_reference_is_a_table_entry()
+            self.free_cached_and_used_partition_the_pool()
+            self.evictions_are_in_order_of_use()
+        tokens = [2] * (self.pool.num_blocks * self.pool.block_size)
+        self.compute(self.open(Prompt(tokens)), tokens)
+        assert self.pool.used_blocks == self.pool.num_blocks

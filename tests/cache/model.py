@@ -1,0 +1,162 @@
+"""What a block pool must do, told from the history of operations alone: no reference counts, free list or chains.
+
+The model has a storage of its own, in which a token's K/V are what they depend on: salt, adapter, media and every token
+up to it. It predicts which blocks are hit, taken, kept and evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from decodekit.cache.blocks import BlockTable, Copy
+from decodekit.cache.prefix import Prompt
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence: its committed tokens, the tokens there is room for, its blocks."""
+
+    table: BlockTable
+    prompt: Prompt
+    tokens: list[int]
+    length: int
+    blocks: list[int | None]
+    sinks: int = 0
+    needed_from: int = 0
+
+    @property
+    def uncomputed(self) -> list[int]:
+        return list(self.prompt.tokens[len(self.tokens) :])
+
+
+def content(prompt: Prompt, tokens: list[int] | tuple[int, ...], position: int) -> tuple[Any, ...]:
+    """What the K/V of a token depend on."""
+    media = [(place, key) for start, stop, key in prompt.media for place in range(start, min(stop, position + 1))]
+    return prompt.salt, prompt.extra, tuple(tokens[: position + 1]), tuple(media)
+
+
+@dataclass
+class Model:
+    num_blocks: int
+    size: int
+    window: int | None
+    prefix_cache: bool
+    rows: list[Row] = field(default_factory=list)
+    sealed: dict[int, list[Any]] = field(default_factory=dict)  # a full block: all it holds; the first was first to
+    idle: list[int] = field(default_factory=list)  # cached blocks; the first is evicted first
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.storage: list[list[Any]] = [["nothing"] * self.size for _ in range(self.num_blocks)]
+
+    def references(self) -> Counter[int]:
+        return Counter(block for row in self.rows for block in row.blocks if block is not None)
+
+    def free(self) -> set[int]:
+        return set(range(self.num_blocks)) - set(self.references()) - set(self.idle)
+
+    def blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def first_needed(self, position: int) -> int:
+        return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    def donors(self, prompt: Prompt) -> list[tuple[int, list[int | None]]]:
+        """The places a prompt can begin at, with the blocks it has there; each the oldest of its content."""
+        most = max(len(prompt.tokens) - 1, 0) // self.size
+        wanted = [content(prompt, prompt.tokens, (number + 1) * self.size - 1) for number in range(most)]
+        found = [next((block for block, cells in self.sealed.items() if cells[-1] == key), None) for key in wanted]
+        places: list[tuple[int, list[int | None]]] = [(0, [])]
+        for full in range(1, most + 1):
+            slid = self.first_needed(full * self.size) // self.size
+            if None not in found[slid:full]:
+                places.append((full * self.size, [*[None] * slid, *found[slid:full]]))
+        return places
+
+    def opened(self, row: Row) -> None:
+        hits = [block for block in row.blocks if block is not None]
+        self.idle = [block for block in self.idle if block not in hits]
+        self.rows.append(row)
+        most = max(len(row.prompt.tokens) - 1, 0) // self.size if self.prefix_cache else 0
+        self._count(hits=len(hits), misses=most - row.length // self.size)
+
+    def demand(self, row: Row, count: int) -> tuple[int, int | None, bool]:
+        """For room for more tokens: blocks needed, the last block if tokens go into it, whether it must be copied."""
+        last = row.blocks[-1] if count and row.length % self.size else None
+        copied = last is not None and self.references()[last] > 1
+        return self.blocks_of(row.length + count) - len(row.blocks) + copied, last, copied
+
+    def appended(self, row: Row, count: int, copies: list[Copy]) -> None:
+        """Check the blocks that were taken against those that had to be, and execute the copies."""
+        needed, last, copied = self.demand(row, count)
+        free, victims = self.free(), self.idle[: max(needed - len(self.free()), 0)]
+        kept = len(row.blocks) - copied
+        taken = [block for block in row.table.blocks[kept:] if block is not None]
+        assert row.table.blocks[:kept] == row.blocks[:kept], "only the last block changes"
+        assert set(taken) <= free | set(victims), "free blocks and those unused for longest are taken"
+        assert set(victims) <= set(taken), "free blocks are taken first"
+        assert len(taken) == len(set(taken)) == needed
+        self.idle = self.idle[len(victims) :]
+        for block in taken:
+            self._poison(block)
+        for source, target in copies:
+            self.storage[target] = list(self.storage[source])
+        if last is not None and not copied:
+            self.sealed.pop(last, None)
+        row.blocks, row.length = list(row.table.blocks), row.length + count
+        self._count(allocated=needed, evictions=len(victims), copies=int(copied))
+
+    def write(self, row: Row, tokens: list[int], slots: list[int]) -> None:
+        history = [*row.tokens, *tokens]
+        for position, slot in enumerate(slots, len(row.tokens)):
+            self.storage[slot // self.size][slot % self.size] = content(row.prompt, history, position)
+
+    def committed(self, row: Row, tokens: list[int]) -> None:
+        first = len(row.tokens) // self.size
+        row.tokens += tokens
+        for block in row.blocks[first : len(row.tokens) // self.size]:
+            if block is not None and self.prefix_cache:
+                self.sealed[block] = list(self.storage[block])
+
+    def forked(self, row: Row, table: BlockTable) -> None:
+        self.rows.append(
+            Row(table, row.prompt, row.tokens.copy(), row.length, row.blocks.copy(), row.sinks, row.needed_from)
+        )
+
+    def truncated(self, row: Row, length: int) -> None:
+        kept = self.blocks_of(length)
+        surplus, row.blocks = row.blocks[kept:], row.blocks[:kept]
+        row.tokens, row.length, row.needed_from = row.tokens[:length], length, min(row.needed_from, length)
+        self._given_up(surplus)
+
+    def slid(self, row: Row, first_needed: int) -> None:
+        row.needed_from = max(row.needed_from, first_needed)
+        gone = range(self.blocks_of(row.sinks), row.needed_from // self.size)
+        given_up = row.blocks[gone.start : gone.stop]
+        row.blocks = [None if number in gone else block for number, block in enumerate(row.blocks)]
+        self._given_up(given_up)
+
+    def released(self, row: Row) -> None:
+        self.rows.remove(row)
+        self._given_up(row.blocks)
+
+    def _given_up(self, blocks: list[int | None]) -> None:
+        references = self.references()
+        for block in reversed(blocks):
+            if block is None or references[block]:
+                continue
+            last_cells = [cells[-1] for cells in self.sealed.values()]
+            if block in self.sealed and last_cells.count(self.sealed[block][-1]) == 1:
+                self.idle.append(block)
+            else:
+                self._poison(block)
+
+    def _poison(self, block: int) -> None:
+        self.sealed.pop(block, None)
+        self.storage[block] = ["poison"] * self.size
+
+    def _count(self, **amounts: int) -> None:
+        self.counts.update(amounts)
+        self.counts["peak"] = max(self.counts["peak"], len(self.references()))

@@ -1,0 +1,148 @@
+"""Does the state machine see what it should? One wrong line at a time is put into the cache, and it must fail."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from decodekit.cache.allocator import Allocator
+from decodekit.cache.blocks import BlockPool
+from decodekit.cache.prefix import PrefixIndex
+from tests.cache.interrupts import Interrupted
+from tests.cache.machine import PoolMachine
+
+SEARCH = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Fault(NamedTuple):
+    name: str
+    owner: type
+    method: str
+    right: str
+    wrong: str
+
+
+LOOKUP = "self._chains.get((chain, tuple(contents[start : start + block_size])))"
+FAULTS = [
+    Fault("a reference is not counted", Allocator, "share", "self.references[block] += 1", "pass"),
+    Fault("a hit block stays evictable", Allocator, "share", "self.cached.pop(block, None)", "pass"),
+    Fault("blocks are freed in forward order", Allocator, "drop", "reversed(blocks)", "blocks"),
+    Fault("a shared block is freed", Allocator, "drop", "if self.references[block]:", "if False:"),
+    Fault("full blocks are not kept", Allocator, "drop", "len(chain.holders) > 1", "chain.holders"),
+    Fault("duplicates are kept", Allocator, "drop", "len(chain.holders) > 1", "len(chain.holders) > 9"),
+    Fault("the time of release is not noted", Allocator, "drop", "self._clock += 1", "pass"),
+    Fault("an evicted block can be hit", Allocator, "take", "self.unseal(block)", "pass"),
+    Fault("an evicted block stays in the LRU", Allocator, "take", "del self.cached[block]", "pass"),
+    Fault("another free block leaves the list", Allocator, "take", "self.free.pop()", "self.free.pop(0)"),
+    Fault("a taken block has no owner", Allocator, "take", "self.references[block] = 1", "pass"),
+    Fault("an eviction is not counted", Allocator, "take", 'self.counts["evictions"] += 1', "pass"),
+    Fault("the newest cached block is evicted", Allocator, "choose", "islice(self.cached,", "islice(reversed(self.cached),"),
+    Fault("cached blocks go before free ones", Allocator, "choose", "[*free, *islice(self.cached, count - len(free))]",
+          "([*self.cached] + free)[:count]"),
+    Fault("a block in use is evicted", Allocator, "choose", "islice(self.cached,",
+          "islice((b for b, n in enumerate(self.references) if n),"),
+    Fault("allocation begins without enough blocks", Allocator, "choose", "if count > ", "if count - 1 > "),
+    Fault("prompts hit the newest block", Allocator, "seal", "(*chain.holders, block)", "(block, *chain.holders)"),
+    Fault("a block forgets what it holds", Allocator, "seal", "self.chains[block] = chain", "pass"),
+    Fault("the map keeps a stale block", Allocator, "unseal", "if holder != block", ""),
+    Fault("all blocks of a content are forgotten", Allocator, "unseal", "if holder != block", "if False"),
+    Fault("a block keeps a stale chain", Allocator, "unseal", "self.chains[block] = None", "pass"),
+    Fault("undo leaves the holders", Allocator, "snapshot", "chain.holders = held", "pass"),
+    Fault("undo leaves the table", Allocator, "snapshot", "vars(table).update(fields)", "pass"),
+    Fault("undo leaves the statistics", Allocator, "snapshot", "self.counts = counts", "pass"),
+    Fault("undo loses the order of eviction", Allocator, "snapshot", "resting.sort(key=self._rested.__getitem__)", "pass"),
+    Fault("undo leaves the free list", Allocator, "snapshot", "self.free = ", "_ = "),
+    Fault("undo leaves the LRU", Allocator, "snapshot", "self.cached = ", "_ = "),
+    Fault("an interrupt is not undone", BlockPool, "append", "except BaseException:", "except Exception:"),
+    Fault("an interrupted release is not undone", BlockPool, "release", "undo()", "pass"),
+    Fault("an interrupted fork is not undone", BlockPool, "fork", "undo()", "pass"),
+    Fault("the last block is not part of the undo", BlockPool, "append", "[*taken, last], table", "taken, table"),
+    Fault("a full hit leaves nothing to compute", BlockPool, "_shareable", "len(prompt.tokens) - 1", "len(prompt.tokens)"),
+    Fault("a hit is one block short", BlockPool, "_shareable", "len(prompt.tokens) - 1", "len(prompt.tokens) - 2"),
+    Fault("the window is a token short", BlockPool, "_first_needed", "self.window + 1", "self.window + 2"),
+    Fault("a window hits across a hole", BlockPool, "_match", "if chain.holders else 0", "if chain.holders else held"),
+    Fault("media keys are ignored on a hit", BlockPool, "_match", "media=prompt.media", "media=()"),
+    Fault("media spans are misplaced", BlockPool, "commit", "tokens, start, table.media", "tokens, 0, table.media"),
+    Fault("a hit begins a chain of its own", BlockPool, "open", "chains[full - 1] if full else", ""),
+    Fault("the copy is not reported", BlockPool, "append", "copies.append(Copy(last, taken[0]))", "pass"),
+    Fault("the copy goes the wrong way", BlockPool, "append", "Copy(last, taken[0])", "Copy(taken[0], last)"),
+    Fault("a shared block is written", BlockPool, "blocks_needed", "> 1", "> 2"),
+    Fault("the source of a copy is not given up", BlockPool, "append", "allocator.drop([last])", "pass"),
+    Fault("the shared block stays in the table", BlockPool, "append", "blocks.remove(last)", "blocks.remove(taken[0])"),
+    Fault("a sealed block is overwritten", BlockPool, "append", "allocator.chains[last] is None", "True"),
+    Fault("a block is not unsealed", BlockPool, "append", "allocator.unseal(last)", "pass"),
+    Fault("a block too few is taken", BlockPool, "blocks_needed", "table.length + count)", "table.length + count - 1)"),
+    Fault("the parent is left out of the chain", BlockPool, "commit", "child(chains[-1],", "child(chains[0],"),
+    Fault("committed tokens are forgotten", BlockPool, "commit", "contents[filled:], end", "(), end"),
+    Fault("blocks are sealed one place off", BlockPool, "commit", "chains[1:], strict=True", "chains, strict=False"),
+    Fault("uncommitted tokens are sealed", BlockPool, "commit", "table.committed + len(tokens)", "table.length"),
+    Fault("slots run past a block", BlockPool, "slot_mapping", "max(start, number * size)", "start"),
+    Fault("a fork is not counted", BlockPool, "fork", "self._allocator.share(shared)", "pass"),
+    Fault("rollback keeps a block", BlockPool, "truncate", "self._blocks(length),", "self._blocks(length + 1),"),
+    Fault("rollback drops the partial block", BlockPool, "truncate", "self._blocks(length),", "length // size,"),
+    Fault("rollback does not free", BlockPool, "truncate", "self._allocator.drop(surplus)", "pass"),
+    Fault("rollback keeps the tail", BlockPool, "truncate", "tail = tail[: length % size]", "pass"),
+    Fault("rollback keeps the chain", BlockPool, "truncate", "chain, tail = chain.parent,", "_, tail = chain.parent,"),
+    Fault("rollback keeps what is committed", BlockPool, "truncate", "min(length, table.committed)", "table.committed"),
+    Fault("the window lets go of a block too many", BlockPool, "slide", "slid = first_needed // self.block_size",
+          "slid = self._blocks(first_needed)"),
+    Fault("the window lets go of a block too few", BlockPool, "slide", "first_needed // self.block_size",
+          "max(first_needed - 1, 0) // self.block_size"),
+    Fault("the window lets go of a sink", BlockPool, "slide", "self._blocks(sinks)", "sinks // self.block_size"),
+    Fault("the window does not free", BlockPool, "slide", "self._allocator.drop(given_up)", "pass"),
+    Fault("the window frees again", BlockPool, "slide", "table.slid = slid", "pass"),
+    Fault("release does not free", BlockPool, "release", "self._allocator.drop(blocks)", "pass"),
+    Fault("a released table stays open", BlockPool, "release", "generation=0, ", ""),
+    Fault("a released table keeps its blocks", BlockPool, "release", "generation=0, blocks=[],", ""),
+    Fault("the salt is ignored", PrefixIndex, "root", "(prompt.salt, prompt.extra)", "(None, prompt.extra)"),
+    Fault("the adapter is ignored", PrefixIndex, "root", "(prompt.salt, prompt.extra)", "(prompt.salt, None)"),
+    Fault("tokens are not compared", PrefixIndex, "walk", LOOKUP,
+          "next((c for (parent, _), c in self._chains.items() if parent is chain), None)"),
+    Fault("parents are not compared", PrefixIndex, "walk", LOOKUP,
+          "next((c for (_, t), c in self._chains.items() if t == (*contents[start : start + block_size],)), None)"),
+    Fault("equal chains are made twice", PrefixIndex, "child", "if chain is None:", "if True:"),
+]  # fmt: skip
+QUICK = {
+    "blocks are freed in forward order",
+    "an evicted block can be hit",
+    "the copy is not reported",
+    "a sealed block is overwritten",
+    "the salt is ignored",
+    "tokens are not compared",
+}
+
+
+def plant(fault: Fault, monkeypatch) -> None:
+    module = sys.modules[fault.owner.__module__]
+    source = textwrap.dedent(inspect.getsource(getattr(fault.owner, fault.method)))
+    assert source.count(fault.right) == 1, "the line that is to be wrong has changed"
+    code = compile(
+        "from __future__ import annotations\n" + source.replace(fault.right, fault.wrong), module.__file__, "exec"
+    )
+    scope: dict = {}
+    exec(code, vars(module), scope)
+    monkeypatch.setattr(fault.owner, fault.method, scope[fault.method])
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, id=f.name, marks=[] if f.name in QUICK else pytest.mark.slow) for f in FAULTS]
+)
+def test_fault_is_found(fault, monkeypatch):
+    plant(fault, monkeypatch)
+    with pytest.raises((Exception, Interrupted, pytest.fail.Exception)):
+        run_state_machine_as_test(PoolMachine, settings=SEARCH)

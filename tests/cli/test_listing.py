@@ -1,0 +1,51 @@
+import json
+
+import jsonschema
+
+
+def test_plugins_as_json_has_the_promised_fields(cli) -> None:
+    rows = cli("plugins", "--json").json
+    assert set(rows[0]) == {"group", "kind", "distribution", "version", "module", "status", "error", "needs", "cost"}
+    by_kind = {(row["group"], row["kind"]): row for row in rows}
+    assert by_kind["rules", "top_n_sigma"]["distribution"] == "decodekit-nsigma"
+    assert by_kind["strategies", "instructive"]["needs"] == ["text", "tokenizer"]
+    assert by_kind["strategies", "dola"]["status"] == "ok"
+
+
+def test_the_allow_list_shows_in_plugins(cli, monkeypatch) -> None:
+    monkeypatch.setenv("DECODEKIT_PLUGINS", "decodekit-nsigma")
+    rows = cli("plugins", "--json").json
+    status = {row["distribution"]: row["status"] for row in rows}
+    assert status == {"decodekit": "ok", "decodekit-nsigma": "ok", "decodekit-instructive": "not allowed"}
+
+
+def test_plugins_as_a_table(cli) -> None:
+    result = cli("plugins")
+    assert result.code == 0
+    assert "top_n_sigma" in result.out
+    assert "decodekit-nsigma" in result.out
+
+
+def test_check_says_ok_without_a_model(cli, recipe) -> None:
+    result = cli("check", recipe("strategy: dola\nrules: [{kind: top_p, p: 0.9}, {kind: top_n_sigma}]\n"))
+    assert (result.code, result.out) == (0, "ok: strategy dola, rules top_p, top_n_sigma\n")
+
+
+def test_check_names_file_line_and_column(cli, recipe) -> None:
+    path = recipe("strategy: dola\nrules:\n  - {kind: top_p, q: 0.9}\n")
+    result = cli("check", path)
+    assert result.code == 2
+    assert f"{path}:3:" in result.err
+    assert "rules.0.q" in result.err
+    assert "unknown option" in result.err
+
+
+def test_schema_is_a_json_schema_that_knows_installed_plugins(cli) -> None:
+    schema = cli("schema").json
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid(
+        {"strategy": {"kind": "dola", "layers": "high"}, "rules": [{"kind": "top_n_sigma", "n": 2.0}]}
+    )
+    assert not validator.is_valid({"strategy": {"kind": "dola", "layerz": "high"}})
+    assert "top_n_sigma" in json.dumps(schema)

@@ -1,0 +1,103 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+
+import decodekit
+
+
+@pytest.mark.integration
+def test_an_exported_folder_runs_with_generate(cli, recipe, tiny_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = recipe(
+        "strategy: {kind: dola, layers: [0, 1], relative_top: 0.0}\n"
+        "rules: [{kind: logit_bias, bias: {the: 0.5}}]\n"
+        "generation: {max_new_tokens: 7, suppress_tokens: [1]}\n"
+    )
+    result = cli("export", path, tmp_path / "shared")
+    assert result.code == 0, result.err
+    files = {str(file.relative_to(tmp_path / "shared")) for file in (tmp_path / "shared").rglob("*") if file.is_file()}
+    assert files == {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+    ids = tokenizer("Who won?", return_tensors="pt").input_ids
+    expected = model.generate(ids, custom_generate=decodekit.load(path).bind(tokenizer=tokenizer))
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    output = model.generate(
+        ids,
+        custom_generate=str(tmp_path / "shared"),
+        trust_remote_code=True,
+        tokenizer=tokenizer,
+        streamer=streamer,
+    )
+    assert torch.equal(output, expected)
+    assert output.shape[1] == ids.shape[1] + 7
+    assert "".join(streamer) == tokenizer.decode(output[0, ids.shape[1] :])
+    shorter = model.generate(
+        ids, custom_generate=str(tmp_path / "shared"), trust_remote_code=True, tokenizer=tokenizer, max_new_tokens=2
+    )
+    assert shorter.shape[1] == ids.shape[1] + 2
+
+
+def test_an_exported_folder_names_the_plugins_it_needs(cli, recipe, tmp_path) -> None:
+    cli("export", recipe("rules: [top_n_sigma]\ngeneration: {do_sample: true}\n"), tmp_path / "shared")
+    requirements = (tmp_path / "shared/custom_generate/requirements.txt").read_text().split()
+    assert requirements == [f"decodekit>={decodekit.__version__}", "decodekit-nsigma>=0.1.0"]
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(cli, recipe, tmp_path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/keep").write_text("x")
+    result = cli("export", recipe("{}\n"), "full")
+    assert result.code == 2
+    assert "'full' is already there and not an empty folder" in result.err
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["keep"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("rule", "hush"), ("strategy", "two_words")])
+def test_a_new_plugin_installs_and_its_tests_pass(cli, tmp_path, kind, name) -> None:
+    result = cli("new", kind, name)
+    assert result.code == 0, result.err
+    folder = tmp_path / f"decodekit-{name.replace('_', '-')}"
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(folder)]
+    subprocess.run(install, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert tests.returncode == 0, tests.stdout
+    rows = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "decodekit", "plugins", "--json"], capture_output=True, env=environment, check=True
+        ).stdout
+    )
+    assert [row["status"] for row in rows if row["kind"] == name] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rule", "Bad-Name"), "lower-case letters, digits and underscores"),
+        (("rule", "class"), "lower-case letters, digits and underscores"),
+        (("rulez", "fine"), "unknown plugin kind 'rulez': did you mean 'rule'"),
+        (("rule", "top_p"), "rule 'top_p' is already in decodekit"),
+    ],
+)
+def test_names_that_cannot_be_used_say_why(cli, arguments, message) -> None:
+    result = cli("new", *arguments)
+    assert result.code == 2
+    assert message in result.err
+
+
+def test_the_templates_are_packaged() -> None:
+    root = Path(decodekit.__file__).parent / "cli/templates"
+    assert len(list(root.rglob("*.in"))) >= 9
