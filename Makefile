@@ -12,7 +12,7 @@ INSTALLED = .venv/.installed
 OLDEST_SITE = .venv/transformers-$(OLDEST)
 PLUGINS = $(wildcard plugins/*/)
 
-.PHONY: install demo test test-newest test-oldest lint types
+.PHONY: install demo test test-newest test-oldest lint types tables
 
 install: $(INSTALLED)
 
@@ -50,3 +50,7 @@ lint: install
 
 types: install
 	.venv/bin/mypy
+
+# The README's tables of plugins, from the registry; a test compares them.
+tables: install
+	.venv/bin/python -m decodekit.cli.tables README.md

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any
 
 from decodekit.cache.account import PRECISIONS, Account
@@ -135,7 +134,7 @@ def ledger(
         _check_positive("checkpoint_every", checkpoint_every)
     if quantization is not None and quantization not in PRECISIONS:
         raise InputError(f"unknown quantization {quantization!r}: {nearest(str(quantization), PRECISIONS)}")
-    decoder = read_config(str(config) if isinstance(config, PathLike) else config)
+    decoder = read_config(config)
     shapes = layer_shapes(decoder)
     # A config.json of older days says torch_dtype; config objects warn when asked for it.
     own_dtype = getattr(decoder, "dtype", None) or vars(decoder).get("torch_dtype")

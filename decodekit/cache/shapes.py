@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +119,7 @@ def read_config(config: Any) -> Any:
     Raises:
         InputError: there is no such file, it is no config, or a model was given.
     """
-    if isinstance(config, (str, Path)):
+    if isinstance(config, (str, PathLike)):
         config = _from_file(Path(config).expanduser())
     if isinstance(config, Mapping):
         config = _from_dict(config)
@@ -153,7 +154,7 @@ def _from_dict(fields: Mapping[str, Any]) -> Any:
         except Exception as error:  # strict configs raise classes of their own
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise InputError(f"config of a {model_type!r} is not valid: {' '.join(lines[:2])}") from error
-    return SimpleNamespace(**fields.get("text_config", fields))
+    return _from_dict(fields["text_config"]) if "text_config" in fields else SimpleNamespace(**fields)
 
 
 def _layer_types(config: Any) -> list[str]:
@@ -168,6 +169,8 @@ def _layer_types(config: Any) -> list[str]:
             types = ["chunked_attention"] * layers
         else:
             types = ["full_attention"] * layers
+    if "recurrent" in types:  # RecurrentGemma in transformers 5.17; its attention is local
+        types = ["linear_attention" if kind == "recurrent" else "sliding_attention" for kind in types]
     types = [_LEGACY_LAYER_TYPES.get(kind, kind) for kind in types]
     shared = len(types) - (_get(config, "num_kv_shared_layers") or 0)
     return [kind if i < shared else "shared_kv" for i, kind in enumerate(types)]

@@ -40,8 +40,10 @@ def plan_cache(
 def _config_of(model: str) -> Any:
     if (folder := Path(model).expanduser()).exists():
         return folder
+    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoConfig
 
+    hub_logging.set_verbosity_error()  # the Hub client logs every retry; what fails in the end is raised
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ def plugin_table(group: str) -> str:
         if info.group == group and info.distribution == registry.OWN_DISTRIBUTION:
             plugin = registry.load(group, f"{info.distribution}:{info.kind}")
             module = inspect.getdoc(inspect.getmodule(plugin)) or ""
-            what = module.splitlines()[0].rstrip(".")
+            what = module.splitlines()[0].rstrip(".").replace("``", "`")
             cells = (f"`{info.kind}`", what, _options(plugin), _source(plugin), info.cost)
             rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
@@ -32,11 +32,13 @@ def refresh(text: str) -> str:
 
 
 def _options(plugin: type[Plugin]) -> str:
-    fields = {name: field for name, field in plugin.model_fields.items() if name != "kind"}
-    shown = (
-        f"`{name}`" if field.is_required() else f"`{name}` ({field.get_default(call_default_factory=True)})"
-        for name, field in fields.items()
-    )
+    shown = []
+    for name, field in plugin.model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        # An empty default means "not given": there is nothing to show.
+        empty = default is None or (hasattr(default, "__len__") and not default)
+        if name != "kind":
+            shown.append(f"`{name}`" if empty else f"`{name}` ({default})")
     return ", ".join(shown)
 
 

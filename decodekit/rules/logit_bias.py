@@ -29,8 +29,15 @@ class LogitBias(Rule):
 
     kind: Literal["logit_bias"] = "logit_bias"
     bias: FrozenDict[Key, FiniteFloat] = Field(
-        description="token id, or the text of exactly one token, to what is added to its logit", min_length=1
+        description="token id, or the text of exactly one token, to what is added to its logit"
     )
+
+    @field_validator("bias")
+    @classmethod
+    def _something_to_bias(cls, bias: FrozenDict[Key, float]) -> FrozenDict[Key, float]:
+        if not bias:
+            raise ValueError("logit_bias biases nothing; give bias: {token id or text: number}")
+        return bias
 
     @field_validator("bias", mode="before")
     @classmethod

@@ -35,10 +35,11 @@ class TopP(Rule):
             return logits
         probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         leading = self._leading(logits, probabilities)
-        below_best = leading.to(probabilities.dtype) - leading[:, :1]
+        # Weights relative to the best token's: the whole row weighs 1 / (the best token's probability).
+        weights = (leading.to(probabilities.dtype) - leading[:, :1]).exp_()
+        wanted = self.p / probabilities.amax(-1, keepdim=True).double()
         # float64 keeps the sum exact enough for p near 1, and cumsum adds in order: no row depends on its neighbours.
-        mass = (below_best.exp_() * probabilities.amax(-1, keepdim=True)).cumsum(-1, dtype=torch.float64)
-        counts = (mass < self.p).sum(-1, keepdim=True) + 1
+        counts = torch.searchsorted(weights.cumsum(-1, dtype=torch.float64), wanted) + 1
         return keep_largest(logits, counts.clamp_(max=leading.shape[1]), leading)
 
     def _leading(self, logits: Tensor, probabilities: Tensor) -> Tensor:

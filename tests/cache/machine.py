@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,9 +17,14 @@ from tests.cache.model import Model, Row, content
 
 MAX_ROWS = 5
 INTERRUPTED = object()
-AT_LINE = st.none() | st.integers(1, 45)
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
-OTHER = st.sampled_from([{}] * 5 + [{"salt": "b"}, {"extra": "lora"}, {"media": [(1, 3, "cat")]}])
+AT_LINE = st.none() | st.integers(1, 60)
+FAILURE = (
+    st.just({})
+    | st.builds(dict, at_line=st.integers(1, 60))
+    | st.builds(dict, fail_at=st.integers(0, 2), late=st.booleans())
+)
+TOKENS = st.sampled_from([1, 1, 2, 3, 4, 0]).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n, max_size=n))
+TENANTS = [{"salt": None}, {"salt": "b"}, {"extra": "lora"}, {"media": [(1, 3, "cat")]}, {"media": [(2, 3, "dog")]}]
 
 
 def has_rows(machine: PoolMachine) -> bool:
@@ -32,13 +39,13 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([5, 6]),
         size=st.sampled_from([2, 2, 1, 3]),
-        window=st.sampled_from([None, None, 3]),
+        window=st.sampled_from([None, None, 3, 4]),
         prefix_cache=st.sampled_from([True] * 5 + [False]),
     )
     def start(self, num_blocks, size, window, prefix_cache):
         self.pool = BlockPool(num_blocks, size, prefix_cache=prefix_cache, window=window)
         self.model = Model(num_blocks, size, window, prefix_cache)
-        self.history: list[list[int]] = []
+        self.history = [Prompt([], **other) for other in TENANTS]
 
     def state(self):
         return state(self.pool, *(row.table for row in self.model.rows))
@@ -54,13 +61,16 @@ class PoolMachine(RuleBasedStateMachine):
             return INTERRUPTED
 
     def draw_row(self, data) -> Row:
-        return data.draw(st.sampled_from(self.model.rows))
+        rows = self.model.rows
+        return data.draw(st.sampled_from([*rows, *(row for row in rows if row.tokens for _ in range(3))]))
 
     def draw_prompt(self, data) -> Prompt:
-        """Some of what was seen before, and a suffix."""
-        known = data.draw(st.sampled_from([[], *self.history[-6:], *(row.tokens for row in self.model.rows)]))
-        tokens = [*known[: data.draw(st.integers(0, len(known)))], *data.draw(st.just([]) | TOKENS)]
-        return Prompt(tokens[: self.pool.num_blocks * self.pool.block_size], **data.draw(OTHER))
+        """The beginning of what was seen before, and a suffix; now and then for another tenant, adapter or image."""
+        known = data.draw(st.sampled_from([*self.history[-6:], *(row.sofar for row in self.model.rows)]))
+        length = data.draw(st.just(len(known.tokens)) | st.integers(0, len(known.tokens)))
+        tokens = [*known.tokens[:length], *data.draw(TOKENS)]
+        other = data.draw(st.sampled_from([{}] * 6 + TENANTS))
+        return replace(known, tokens=tokens[: self.pool.num_blocks * self.pool.block_size], **other)
 
     # Steps that rules are made of
 
@@ -91,7 +101,10 @@ class PoolMachine(RuleBasedStateMachine):
             with failing_take(pool, fail_at, late), pytest.raises((OutOfBlocks, Interrupted)):
                 pool.append(table, count)
             assert self.state() == before, "a failed append leaves no trace"
-            return False
+            if fits:
+                return False
+            self.retire(next(other for other in self.model.rows if other is not row or len(self.model.rows) == 1))
+            return row in self.model.rows and self.make_room(row, count)
         simple = not needed and last not in self.model.sealed  # nothing to undo
         copies = self.attempt(lambda: pool.append(table, count), None if simple else at_line)
         if copies is INTERRUPTED:
@@ -106,21 +119,26 @@ class PoolMachine(RuleBasedStateMachine):
         if self.attempt(lambda: self.pool.commit(row.table, kept), at_line) is not INTERRUPTED:
             self.model.committed(row, kept)
 
-    def compute(self, row: Row, tokens: list[int], **faults) -> None:
-        if self.make_room(row, max(len(row.tokens) + len(tokens) - row.length, 0), **faults):
+    def compute(self, row: Row, tokens: list[int], **failure) -> None:
+        if self.make_room(row, max(len(row.tokens) + len(tokens) - row.length, 0), **failure):
             self.write(row, tokens, len(tokens))
 
     def truncate_to(self, row: Row, length: int, at_line: int | None = None) -> None:
         if self.attempt(lambda: self.pool.truncate(row.table, length), at_line) is not INTERRUPTED:
             self.model.truncated(row, length)
 
+    def retire(self, row: Row, at_line: int | None = None) -> None:
+        if self.attempt(lambda: self.pool.release(row.table), at_line) is not INTERRUPTED:
+            self.history.append(row.prompt if row.uncomputed else row.sofar)
+            self.model.released(row)
+
     # Rules
 
     @precondition(has_space)
-    @rule(data=st.data(), at_line=AT_LINE, fail_at=st.none() | st.integers(0, 3), late=st.booleans())
-    def add(self, data, at_line, fail_at, late):
+    @rule(data=st.data(), at_line=AT_LINE, failure=FAILURE)
+    def add(self, data, at_line, failure):
         if row := self.open(self.draw_prompt(data), at_line):
-            self.compute(row, row.uncomputed, fail_at=fail_at, late=late)
+            self.compute(row, row.uncomputed, **failure)
 
     @precondition(has_space)
     @rule(data=st.data())
@@ -136,12 +154,13 @@ class PoolMachine(RuleBasedStateMachine):
         """Neither sees what the other is about to compute, so both have the same content."""
         prompt = self.draw_prompt(data)
         for row in [self.open(prompt), self.open(prompt)]:
-            self.compute(row, row.uncomputed)
+            if row in self.model.rows:
+                self.compute(row, row.uncomputed)
 
     @precondition(has_rows)
-    @rule(data=st.data(), tokens=st.just([]) | TOKENS, fail_at=st.none() | st.integers(0, 2), late=st.booleans())
-    def append(self, data, tokens, fail_at, late):
-        self.compute(self.draw_row(data), tokens, fail_at=fail_at, late=late)
+    @rule(data=st.data(), tokens=TOKENS, failure=FAILURE)
+    def append(self, data, tokens, failure):
+        self.compute(self.draw_row(data), tokens, **failure)
 
     @precondition(has_rows)
     @rule(data=st.data(), tokens=TOKENS, at_line=AT_LINE, kept=st.booleans())
@@ -155,22 +174,27 @@ class PoolMachine(RuleBasedStateMachine):
                 self.truncate_to(row, len(row.tokens))
 
     @precondition(lambda self: has_rows(self) and has_space(self))
-    @rule(data=st.data(), at_line=AT_LINE)
-    def fork(self, data, at_line):
+    @rule(data=st.data(), at_line=AT_LINE, branches=st.tuples(TOKENS, TOKENS), failure=FAILURE)
+    def fork(self, data, at_line, branches, failure):
         row = self.draw_row(data)
         if row.length > len(row.tokens):
             with pytest.raises(InputError, match="not committed"):
                 self.pool.fork(row.table)
-            return
+            self.truncate_to(row, len(row.tokens))
         table = self.attempt(lambda: self.pool.fork(row.table), at_line)
-        if table is not INTERRUPTED:
-            self.model.forked(row, table)
+        if table is INTERRUPTED:
+            return
+        self.model.forked(row, table)
+        for branch, tokens in zip([row, self.model.rows[-1]], branches, strict=True):
+            if branch in self.model.rows:
+                self.compute(branch, tokens, **failure)
 
     @precondition(has_rows)
     @rule(data=st.data(), at_line=AT_LINE)
     def truncate(self, data, at_line):
         row, size = self.draw_row(data), self.pool.block_size
-        self.truncate_to(row, data.draw(st.integers(row.needed_from // size * size, row.length)), at_line)
+        length = row.length - data.draw(st.sampled_from([1, 1, 1, 2, 3, 4, 99]))
+        self.truncate_to(row, max(length, row.needed_from // size * size), at_line)
 
     @precondition(has_rows)
     @rule(data=st.data(), at_line=AT_LINE)
@@ -188,10 +212,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), at_line=AT_LINE)
     def release(self, data, at_line):
         row = self.draw_row(data)
-        if self.attempt(lambda: self.pool.release(row.table), at_line) is INTERRUPTED:
+        self.retire(row, at_line)
+        if row in self.model.rows:
             return
-        self.history.append(max(row.tokens, row.prompt.tokens, key=len))
-        self.model.released(row)
         self.pool.release(row.table)
         for operation in (self.pool.fork, lambda table: self.pool.append(table, 1)):
             with pytest.raises(InputError, match="released"):
@@ -203,6 +226,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool, table, before = self.pool, self.draw_row(data).table, self.state()
         for operation in (
             lambda: pool.append(table, -1),
+            lambda: pool.truncate(table, table.slid * pool.block_size - 1),
             lambda: pool.commit(table, [0] * (table.length - table.committed + 1)),
             lambda: pool.truncate(table, table.length + 1),
             lambda: pool.slide(table, table.length + 1),
@@ -269,9 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self):
         """Draining returns every block."""
         while self.model.rows:
-            row = self.model.rows[0]
-            self.pool.release(row.table)
-            self.model.released(row)
+            self.retire(self.model.rows[0])
             self.every_reference_is_a_table_entry()
             self.free_cached_and_used_partition_the_pool()
             self.evictions_are_in_order_of_use()

@@ -7,7 +7,7 @@ up to it. It predicts which blocks are hit, taken, kept and evicted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decodekit.cache.blocks import BlockTable, Copy
@@ -25,6 +25,10 @@ class Row:
     blocks: list[int | None]
     sinks: int = 0
     needed_from: int = 0
+
+    @property
+    def sofar(self) -> Prompt:
+        return replace(self.prompt, tokens=list(self.tokens))
 
     @property
     def uncomputed(self) -> list[int]:

@@ -172,3 +172,48 @@ def test_early_layers_pass_the_models_scale_and_softcap(family: str) -> None:
         assert not torch.allclose(read(out.hidden_states[-1], finish=False), out.logits)
         normed = compat.final_norm(model)(out.hidden_states[1])
         torch.testing.assert_close(read(out.hidden_states[1], norm=True), read(normed))
+
+
+DEMO = json.loads((GOLDEN / "hf_decoders_smollm2.json").read_text())["single"]
+
+
+class Noted(Dola):
+    """DoLa that tells which layers it chose."""
+
+    def score(self, outputs: Outputs) -> torch.Tensor:
+        scores = super().score(outputs)
+        CHOSEN.append(outputs.annotations["premature_layer"].tolist())
+        return scores
+
+
+CHOSEN: list[list[int]] = []
+
+
+@pytest.mark.parametrize("run", [name for name, golden in DEMO.items() if "dola_layers" in golden["settings"]])
+def test_compat_gives_the_layers_and_scores_on_the_demo_model(demo, run: str) -> None:
+    model, _ = demo
+    options = dict(DEMO[run]["settings"])
+    strategy = Noted(layers=options.pop("dola_layers"), mode="compat")
+    decoder = decodekit.Decoder(decodekit.load({}).recipe.model_copy(update={"strategy": strategy}))
+    for row in DEMO[run]["rows"]:
+        CHOSEN.clear()
+        ids = prompt_ids(row["prompt"])
+        output = model.generate(
+            ids,
+            custom_generate=decoder,
+            max_new_tokens=16,
+            eos_token_id=2,
+            pad_token_id=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        assert output.sequences[0, ids.shape[1] :].tolist() == row["new_ids"]
+        assert row["dola_layer"] == CHOSEN
+        best = torch.stack([scores.max() for scores in output.scores])
+        torch.testing.assert_close(best, torch.tensor(row["step_top1_score"]), atol=1e-4, rtol=1e-4)
+
+
+def prompt_ids(text: str) -> torch.Tensor:
+    prompts = json.loads((GOLDEN / "hf_decoders_smollm2.json").read_text())["meta"]["prompts"]
+    return torch.tensor([next(prompt["ids"] for prompt in prompts if prompt["text"] == text)])

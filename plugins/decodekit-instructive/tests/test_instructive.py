@@ -12,9 +12,7 @@ def test_obeys_the_laws_of_a_strategy() -> None:
 
 def test_equals_the_formula_recomputed_without_cache() -> None:
     model, tokenizer = tiny_model("dense", dtype=torch.float64), tiny_tokenizer()
-    [output] = strategy("instructive", epsilon=0.5).run(
-        model, tokenizer, ["Who won?"], max_new_tokens=6, eos_token_id=-1
-    )
+    [output] = strategy("instructive", epsilon=0.5).run(model, tokenizer, ["Who won?"], max_new_tokens=6)
     plain = tokenizer("Who won?").input_ids
     noisy = tokenizer(f"{Instructive().noisy}\nWho won?").input_ids
     for token in output.token_ids:

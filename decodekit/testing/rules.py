@@ -1,28 +1,21 @@
-"""What a plugin's tests need: the laws of each kind as executable checks, tiny models, and positions to feed a rule.
-
-def test_obeys_the_laws_of_a_rule():
-    check_rule(MyRule(strength=0.5))
-"""
+"""The laws of a rule."""
 
 from __future__ import annotations
 
 import copy
 import math
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from decodekit.core.protocols import Plugin, Rule
+from decodekit.core.protocols import Rule
 from decodekit.core.random import Stream, prompt_digest
 from decodekit.core.types import Request, Rows
 from decodekit.runtime.pipeline import select
-
-Family = Literal["dense", "sliding", "hybrid"]
+from decodekit.testing.values import broken, check_value, same
 
 
 def make_rows(
@@ -61,92 +54,6 @@ def make_rows(
     )
 
 
-def tiny_model(
-    family: Family,
-    *,
-    vocab_size: int = 97,
-    layers: int = 4,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Any:
-    """A random causal LM of about 45k weights, small enough to run in milliseconds.
-
-    Its weights are drawn so wide that greedy tokens differ from prompt to prompt and from step to step: a wrong cache,
-    position or mask shows in the tokens. Pad is 0, EOS 1, BOS 2.
-
-    Args:
-        family: ``dense`` is Llama; ``sliding`` is Gemma 3 with a window of 6 tokens in every other layer; ``hybrid`` is
-            Qwen 3.5 with gated DeltaNet, a recurrence without keys and values, in every other layer.
-        vocab_size: number of tokens, at least 3.
-        layers: number of decoder layers.
-        dtype: of the weights.
-        seed: of the weights; torch's global generator is left alone.
-
-    Returns:
-        The ``PreTrainedModel``, in evaluation mode.
-    """
-    import transformers
-
-    shape: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.5,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    }
-
-    def alternating(other: str) -> list[str]:
-        return [(other, "full_attention")[layer % 2] for layer in range(layers)]
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any
-        if family == "dense":
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-        elif family == "sliding":
-            model = transformers.Gemma3ForCausalLM(
-                transformers.Gemma3TextConfig(**shape, sliding_window=6, layer_types=alternating("sliding_attention"))
-            )
-        else:
-            model = transformers.Qwen3_5ForCausalLM(
-                transformers.Qwen3_5TextConfig(
-                    **shape,
-                    layer_types=alternating("linear_attention"),
-                    linear_key_head_dim=8,
-                    linear_value_head_dim=8,
-                    linear_num_key_heads=2,
-                    linear_num_value_heads=4,
-                )
-            )
-    return model.to(dtype).eval().requires_grad_(False)
-
-
-def tiny_tokenizer() -> Any:
-    """A tokenizer of 97 tokens for ``tiny_model``: three special ones, most of ASCII, ``th``, ``the`` and `` the``.
-
-    Other characters become ``?``. It has no chat template and adds no BOS.
-    """
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
-    characters = "\n " + string.ascii_letters + string.digits + ".,:;!?'\"()-+=*/<>[]{}_#$%&@"
-    merges = [("t", "h"), ("th", "e"), (" ", "the")]
-    vocabulary = [*special.values(), *characters, *("".join(pair) for pair in merges)]
-    model = models.BPE({token: index for index, token in enumerate(vocabulary)}, merges, unk_token="?")
-    tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
-
-
 def check_rule(
     rule: Rule,
     *,
@@ -176,9 +83,9 @@ def check_rule(
     Raises:
         AssertionError: names the law that does not hold, and where.
     """
-    _check_value(rule)
+    check_value(rule)
     rule = rule.resolve(tokenizer)
-    _check_value(rule)
+    check_value(rule)
     generator = torch.Generator().manual_seed(seed)
     if rows is None:
         rows = _repetitive_rows(vocab_size, eos, seed, generator)
@@ -186,36 +93,6 @@ def check_rule(
         rows = replace(rows, states=_check_states(rule, rows, vocab_size, generator))
     for dtype in dtypes:
         _RuleLaws(rule, rows, _telling_logits(len(rows), vocab_size, generator).to(dtype), generator).check()
-
-
-def _broken(plugin: Plugin, law: str, found: str) -> AssertionError:
-    return AssertionError(f"{plugin.kind} breaks the law {law!r}: {found}")
-
-
-def _check_value(plugin: Plugin) -> None:
-    """A plugin is its own configuration, and nothing else."""
-    law = "a plugin is a frozen value"
-    try:
-        plugin.kind = plugin.kind  # type: ignore[misc]
-    except ValidationError:
-        pass
-    else:
-        raise _broken(plugin, law, f"{type(plugin).__name__}.kind can be set; leave frozen=True in model_config")
-    try:
-        hash(plugin)
-    except TypeError as error:
-        raise _broken(plugin, law, f"{error} in {plugin!r}; use tuples, and FrozenDict for mappings") from error
-    law = "a plugin equals what its dump builds"
-    for form, build in (
-        ("model_dump", lambda: type(plugin)(**plugin.model_dump())),
-        ("model_dump_json", lambda: type(plugin).model_validate_json(plugin.model_dump_json())),
-    ):
-        try:
-            again = build()
-        except (TypeError, ValueError) as error:
-            raise _broken(plugin, law, f"{form} of {plugin!r} cannot be read back: {error}") from error
-        if again != plugin:
-            raise _broken(plugin, law, f"{form} of {plugin!r} builds {again!r}")
 
 
 def _repetitive_rows(vocab_size: int, eos: tuple[int, ...], seed: int, generator: torch.Generator) -> Rows:
@@ -253,15 +130,15 @@ def _check_states(rule: Rule, rows: Rows, vocab_size: int, generator: torch.Gene
             logits = torch.randn(vocab_size, generator=generator)
             earlier, given = copy.deepcopy(state), logits.clone()
             following = rule.commit(state, token, logits)
-            if not _same(state, earlier):
-                raise _broken(rule, law, f"commit changed {earlier!r} to {state!r}; return a new state")
-            if not _same(logits, given):
-                raise _broken(rule, law, "commit edited the logits it was given")
-            if not _same(rule.commit(state, token, logits), following):
-                raise _broken(rule, law, f"commit gave two different states for {earlier!r} and token {token}")
+            if not same(state, earlier):
+                raise broken(rule, law, f"commit changed {earlier!r} to {state!r}; return a new state")
+            if not same(logits, given):
+                raise broken(rule, law, "commit edited the logits it was given")
+            if not same(rule.commit(state, token, logits), following):
+                raise broken(rule, law, f"commit gave two different states for {earlier!r} and token {token}")
             state = following
-        if not _same(rule.init_state(request), rule.init_state(request)):
-            raise _broken(rule, law, f"init_state gave two different states for request {position}")
+        if not same(rule.init_state(request), rule.init_state(request)):
+            raise broken(rule, law, f"init_state gave two different states for request {position}")
         states.append(state)
     return states
 
@@ -295,9 +172,9 @@ class _RuleLaws:
                 result[position : position + 1],
                 self.call(alone, self.logits[position : position + 1]),
             )
-        for broken in (slice(None), slice(0, 1)):
+        for where in (slice(None), slice(0, 1)):
             poisoned = self.logits.clone()
-            poisoned[0, broken] = math.nan
+            poisoned[0, where] = math.nan
             self.compare(
                 "a NaN harms no other position", result[1:], self.call(self.rows, poisoned)[1:], first_position=1
             )
@@ -313,7 +190,7 @@ class _RuleLaws:
         if found != expected:
             raise self.broken("shape and dtype are kept", f"{found} instead of {expected}")
         self.compare("given logits are not edited", given, logits)
-        if not (_same(rows.tokens, tokens) and _same(rows.states, states)):
+        if not (same(rows.tokens, tokens) and same(rows.states, states)):
             raise self.broken("given rows are not edited", "tokens or states changed during the call")
         return result
 
@@ -365,23 +242,10 @@ class _RuleLaws:
             )
 
     def broken(self, law: str, found: str) -> AssertionError:
-        return _broken(self.rule, law, f"{found} ({self.logits.dtype})")
+        return broken(self.rule, law, f"{found} ({self.logits.dtype})")
 
 
 def _first_best(logits: Tensor) -> Tensor:
     """[P] the lowest id among the most likely tokens."""
     ids = torch.arange(logits.shape[-1]).expand_as(logits)
     return ids.where(logits == logits.amax(-1, keepdim=True), logits.shape[-1]).amin(-1)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two states hold the same values."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return _same(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(a == b)

@@ -1,0 +1,42 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from decodekit.cli.tables import refresh
+from decodekit.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_tables_are_those_of_the_registry() -> None:
+    assert refresh(README) == README, "run: make tables"
+    assert "| `dola` |" in README
+    assert "| `top_p` |" in README
+
+
+@pytest.mark.parametrize("index", range(len(blocks("python"))))
+def test_every_python_block_runs(demo, index, capsys) -> None:
+    exec(compile(blocks("python")[index], f"README.md, block {index}", "exec"), {"__name__": "readme"})
+    if "decoder.run" in blocks("python")[index]:
+        assert len(capsys.readouterr().out) > 50
+
+
+def test_the_yaml_block_is_a_recipe(tmp_path) -> None:
+    [text] = blocks("yaml")
+    for example in (ROOT / "examples/recipes").glob("*.yaml"):
+        (tmp_path / example.name).write_text(example.read_text())
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    recipe = load_recipe(path)
+    assert recipe.strategy.layers == "high"
+    assert [rule.kind for rule in recipe.rules] == ["repetition_penalty", "top_p"]
+
+
+def test_the_readme_stays_short() -> None:
+    assert README.count("\n") < 250
