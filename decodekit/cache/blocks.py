@@ -10,6 +10,7 @@ of a token cost O(1), and O(blocks of the sequence) where a block begins or ends
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count as counter
@@ -217,6 +218,53 @@ class BlockPool:
         except BaseException:
             undo()
             raise
+
+    def append_together(self, tables: Sequence[BlockTable], count: int) -> list[list[Copy]]:
+        """:meth:`append` for several tables, all or none.
+
+        Returns:
+            what each table has to copy.
+
+        Raises:
+            OutOfBlocks: not all the blocks they take are there.
+        """
+        needed, sharing = 0, Counter[int]()
+        for table in tables:
+            needed += self._blocks(table.length + count) - len(table.blocks)
+            if count and table.length % self.block_size:
+                sharing[_last(table)] += 1
+        # Whoever is the last to name a block writes into it without a copy.
+        needed += sum(min(n, self._allocator.references[block] - 1) for block, n in sharing.items())
+        if not self.can_allocate(needed):
+            raise OutOfBlocks(needed, self.free_blocks, self.cached_blocks, self.num_blocks)
+        lengths, copies = [table.length for table in tables], list[list[Copy]]()
+        try:
+            for table in tables:
+                copies.append(self.append(table, count))
+        except BaseException:
+            for table, length, copied in zip(tables, lengths, copies, strict=False):
+                self.retract(table, length, copied)
+            raise
+        return copies
+
+    def retract(self, table: BlockTable, length: int, copies: Sequence[Copy]) -> None:
+        """Take an ``append`` back that was not committed: the block it copied is shared again.
+
+        Args:
+            table: the sequence.
+            length: before the append.
+            copies: what the append returned; another table still names the source.
+        """
+        self.truncate(table, length)
+        for source, target in copies:
+            undo = self._allocator.snapshot([source, target], table)
+            try:
+                self._allocator.share([source])
+                table.blocks = [*table.blocks[:-1], source]
+                self._allocator.drop([target])
+            except BaseException:
+                undo()
+                raise
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """The K/V of these tokens, the next of the sequence, are written; blocks that they fill are sealed.

@@ -117,6 +117,10 @@ def _take(tensor: Tensor, places: Sequence[int]) -> Tensor:
     return tensor.index_select(0, torch.tensor(places, device=tensor.device))
 
 
+_Key: TypeAlias = tuple[Hashable, Hashable, int, tuple[Hashable, ...]]
+"""Salt, extra key, number of tokens, and what tells these apart: equal for prompts that share the checkpoint."""
+
+
 class _Saved(NamedTuple):
     chain: weakref.ref[Chain] | None
     ref: StateRef
@@ -134,7 +138,7 @@ class Checkpoints:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._saved: dict[Hashable, _Saved] = {}
+        self._saved: dict[_Key, _Saved] = {}
 
     def __len__(self) -> int:
         self._sweep()
@@ -154,9 +158,8 @@ class Checkpoints:
             ref: the states.
         """
         key = _key(prompt, len(prompt.tokens))
-        if self._saved.pop(key, None) is None:
-            ref = ref.alone()
-        self._saved[key] = _Saved(None if chain is None else weakref.ref(chain), ref)
+        known = self._saved.pop(key, None)
+        self._saved[key] = _Saved(None if chain is None else weakref.ref(chain), known.ref if known else ref.alone())
         self._sweep()
         while len(self._saved) > self._limit:
             del self._saved[next(iter(self._saved))]
@@ -183,5 +186,5 @@ class Checkpoints:
                 del self._saved[key]
 
 
-def _key(prompt: Prompt, depth: int) -> tuple[Hashable, Hashable, int, tuple[Hashable, ...]]:
+def _key(prompt: Prompt, depth: int) -> _Key:
     return prompt.salt, prompt.extra, depth, tuple(block_contents(prompt.tokens[:depth], media=prompt.media))

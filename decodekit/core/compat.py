@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMixin,
@@ -39,8 +41,83 @@ CACHE_KEY = (
 )
 """The keyword and output field that carry the cache: renamed in 5.24, and 5.17 silently ignores the new name."""
 
+CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
+"""Whether a positive argument of ``crop`` is the length to keep; later it is an error."""
+
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "embedding_norm")
 _LAST_PROCESSORS = ("WatermarkLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor", "LogitNormalization")
+
+
+_OWN_CACHES = {
+    "deepseek_v4": "compresses K/V in cache layers of its own",
+    "minimax": "takes only its own MiniMaxCache",
+    "minimax_m3_vl": "indexes K/V in cache layers of its own",
+    "recurrent_gemma": "keeps its recurrent states in its modules, not in a cache",
+    "reformer": "keeps hashed buckets in a cache of its own",
+    "rwkv": "keeps its states in a list of its own",
+    "xlstm": "keeps its states in a cache of its own",
+}
+"""Model types whose forward leaves transformers' Cache aside, and how."""
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """What transformers' Cache keeps for one layer.
+
+    Attributes:
+        attention: whether it keeps K/V.
+        window: tokens a query sees, itself included; ``None`` for all.
+        states: how many pairs of a convolution and a recurrent state it keeps.
+    """
+
+    attention: bool = False
+    window: int | None = None
+    states: int = 0
+
+
+def cache_layers(config: Any) -> list[CacheLayer]:
+    """What each layer of a model keeps in transformers' Cache.
+
+    Args:
+        config: a model's, also a multimodal one.
+
+    Raises:
+        Refused: the model does not use this Cache, or not for what it keeps.
+    """
+    config = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise Refused(f"{config.model_type} is an encoder-decoder; a paged cache is for decoder-only models")
+    kind = str(config.model_type).removesuffix("_text")
+    if (reason := _OWN_CACHES.get(kind)) is not None:
+        raise Refused(f"{config.model_type} {reason}: it cannot use a paged cache (use cache: {{kind: dynamic}})")
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as error:
+        raise Refused(f"{config.model_type} has layers of type {error}, whose cache transformers does not make") from error
+    names = getattr(config, "layer_types", None) or []
+    # Before 5.24 layers without any mixer were given a recurrent cache that stays empty.
+    idle = [number < len(names) and names[number] in ("moe", "mlp") for number in range(len(layers))]
+    return [
+        CacheLayer() if none else _cache_layer(layer, config.model_type)
+        for layer, none in zip(layers, idle, strict=True)
+    ]
+
+
+def _cache_layer(layer: Any, model_type: str) -> CacheLayer:
+    kind = type(layer)
+    if kind is getattr(cache_utils, "DummyLayer", None):
+        return CacheLayer()
+    states = getattr(layer, "number_of_states", 0)
+    if kind is cache_utils.LinearAttentionLayer:
+        return CacheLayer(states=states)
+    known = [cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer]
+    sliding = [
+        cache_utils.DynamicSlidingWindowLayer,
+        getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None),
+    ]
+    if kind not in known and kind not in sliding:
+        raise Refused(f"{model_type} keeps {kind.__name__} caches, which a paged cache does not have yet")
+    return CacheLayer(attention=True, window=layer.sliding_window if kind in sliding else None, states=states)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,6 +16,14 @@ from decodekit.core.errors import InputError
 from tests.cache.interrupts import Interrupted, failing_take, interrupted, state
 from tests.cache.model import Model, Row, content
 
+SEARCH = settings(
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
 MAX_ROWS = 5
 INTERRUPTED = object()
 AT_LINE = st.none() | st.integers(1, 60)
@@ -205,8 +214,12 @@ class PoolMachine(RuleBasedStateMachine):
             first_needed = data.draw(st.integers(0, len(row.tokens)))
             row.sinks = row.sinks if row.needed_from else data.draw(st.sampled_from([0, 0, 1, 2]))
         slid = self.attempt(lambda: self.pool.slide(row.table, first_needed, sinks=row.sinks), at_line)
-        if slid is not INTERRUPTED:
-            self.model.slid(row, first_needed)
+        if slid is INTERRUPTED:
+            return
+        self.model.slid(row, first_needed)
+        if row.table.slid:
+            with pytest.raises(InputError, match="can go back"):
+                self.pool.truncate(row.table, row.table.slid * self.pool.block_size - 1)
 
     @precondition(has_rows)
     @rule(data=st.data(), at_line=AT_LINE)
@@ -226,7 +239,6 @@ class PoolMachine(RuleBasedStateMachine):
         pool, table, before = self.pool, self.draw_row(data).table, self.state()
         for operation in (
             lambda: pool.append(table, -1),
-            lambda: pool.truncate(table, table.slid * pool.block_size - 1),
             lambda: pool.commit(table, [0] * (table.length - table.committed + 1)),
             lambda: pool.truncate(table, table.length + 1),
             lambda: pool.slide(table, table.length + 1),

@@ -8,25 +8,14 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from decodekit.cache.allocator import Allocator
 from decodekit.cache.blocks import BlockPool
 from decodekit.cache.prefix import PrefixIndex
 from tests.cache.interrupts import Interrupted
-from tests.cache.machine import PoolMachine
-
-SEARCH = settings(
-    max_examples=1000,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+from tests.cache.machine import SEARCH, PoolMachine
 
 
 class Fault(NamedTuple):
@@ -145,4 +134,4 @@ def plant(fault: Fault, monkeypatch) -> None:
 def test_fault_is_found(fault, monkeypatch):
     plant(fault, monkeypatch)
     with pytest.raises((Exception, Interrupted, pytest.fail.Exception)):
-        run_state_machine_as_test(PoolMachine, settings=SEARCH)
+        run_state_machine_as_test(PoolMachine, settings=settings(SEARCH, max_examples=1000, phases=[Phase.generate]))

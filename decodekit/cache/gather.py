@@ -1,0 +1,90 @@
+"""Where a step writes and reads: the slots of all its rows, the shorter ones padded on the left.
+
+They are computed once a step for all layers that share block tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decodekit.cache.blocks import BlockPool, BlockTable
+
+
+class Slots:
+    """The slots of one step in one cache group.
+
+    Args:
+        columns: [R, T] int64, the last ``query_length`` of them new; on the host.
+        query_length: new tokens a row.
+    """
+
+    def __init__(self, columns: Tensor, query_length: int) -> None:
+        self._columns, self._query_length = columns, query_length
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Slots to write, [R * q], and slots to read, [R, T], on a device."""
+        if (slots := self._on.get(device)) is None:
+            columns = self._columns.to(device)
+            slots = self._on[device] = columns[:, columns.shape[1] - self._query_length :].flatten(), columns
+        return slots
+
+
+class Group:
+    """The layers of a model whose rows share block tables: those with full attention, or with one size of window.
+
+    Args:
+        layers: their numbers.
+        num_blocks: blocks of the pool.
+        block_size: tokens a block.
+        window: tokens a query sees, itself included; ``None`` for all.
+
+    Attributes:
+        pool: their blocks.
+    """
+
+    def __init__(self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None) -> None:
+        self.layers, self.window = tuple(layers), window
+        self._size = num_blocks, block_size
+        self._listed: list[list[int | None]] = []
+        self._blocks = torch.empty(0)
+        self.renew(prefix_cache=False)
+
+    def renew(self, *, prefix_cache: bool) -> None:
+        """An empty pool in place of the old one."""
+        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window)
+
+    def first_needed(self, length: int) -> int:
+        """The first token that a query after ``length`` tokens sees."""
+        return 0 if self.window is None else max(length - self.window + 1, 0)
+
+    def cached_columns(self, longest: int) -> int:
+        """How many cached tokens a query sees whose row has ``longest``."""
+        return longest - self.first_needed(longest)
+
+    def slots(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int) -> Slots:
+        """The slots of a step.
+
+        Args:
+            tables: [R] with room for the new tokens.
+            lengths: [R] cached tokens.
+            query_length: new tokens a row.
+        """
+        size, columns = self.pool.block_size, self.cached_columns(max(lengths)) + query_length
+        first = torch.tensor(lengths).unsqueeze(1) + (query_length - columns)
+        # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
+        positions = (torch.arange(columns) + first).clamp_(min=0)
+        blocks = self._block_table(tables).gather(1, positions // size)
+        return Slots(blocks * size + positions % size, query_length)
+
+    def _block_table(self, tables: Sequence[BlockTable]) -> Tensor:
+        """[R, blocks] as a tensor; made anew only when a table got another list of blocks."""
+        lists = [table.blocks for table in tables]
+        if len(lists) != len(self._listed) or any(new is not old for new, old in zip(lists, self._listed, strict=True)):
+            width = max(map(len, lists))
+            padded = [[block or 0 for block in blocks] + [0] * (width - len(blocks)) for blocks in lists]
+            self._listed, self._blocks = lists, torch.tensor(padded)
+        return self._blocks

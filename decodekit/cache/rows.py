@@ -1,0 +1,281 @@
+"""The rows of a cache: which blocks and states each has, how they are forked, advanced and taken back.
+
+Host bookkeeping over the cache groups; no K/V are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from decodekit.cache.blocks import BlockTable
+from decodekit.cache.gather import Group
+from decodekit.cache.prefix import Prompt, open_together
+from decodekit.cache.states import Checkpoints, StateBatch, StateRef, compact
+from decodekit.core.errors import InputError, Refused
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence in the cache.
+
+    Attributes:
+        prompt: what it was opened with; ``None`` where nobody said which tokens are in it.
+        tables: its blocks, one a cache group.
+        length: tokens whose K/V and states are there.
+        num_cached: how many of them were found in the prefix cache.
+        tokens: their ids, if they are known.
+        state: its recurrent states.
+        past: lengths and states it had since the last rollback, while rollbacks are expected.
+        final: tokens that no rollback is expected to reach.
+        sealed: full blocks, of each group, that the stores were told of.
+    """
+
+    prompt: Prompt | None
+    tables: list[BlockTable]
+    length: int = 0
+    num_cached: int = 0
+    tokens: list[int] = field(default_factory=list, repr=False)
+    state: StateRef | None = field(default=None, repr=False)
+    past: list[tuple[int, StateRef | None]] = field(default_factory=list, repr=False)
+    final: int = 0
+    sealed: list[int] = field(default_factory=list, repr=False)
+
+
+class _Resume(NamedTuple):
+    """Where a row goes back to: a length with its states, or (``None``) what the prefix cache has."""
+
+    length: int
+    state: StateRef | None
+
+
+class RowBook:
+    """All rows of a cache.
+
+    Args:
+        groups: the cache groups; none for a model without attention.
+        recurrent: whether the model has recurrent states.
+        checkpoint: where states are saved for later prompts: at the ``prompt``'s last block boundary, every so many
+            tokens, or nowhere.
+        checkpoints: the saved states.
+
+    Attributes:
+        rows: in the order of the batch.
+        recording: keep what a rollback needs until the next rollback, which may drop nothing.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        recurrent: bool,
+        checkpoint: Literal["prompt"] | int | None,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._groups, self._recurrent, self._checkpoint = groups, recurrent, checkpoint
+        self._checkpoints = checkpoints
+        self.rows: list[Row] = []
+        self.recording = False
+
+    def open(self, prompts: Sequence[Prompt]) -> None:
+        """Append a row a prompt, each with as many tokens as the prefix cache has for it."""
+        opened: list[Row] = []
+        try:
+            opened.extend(map(self._open, prompts))
+        except BaseException:
+            self._release(opened)
+            raise
+        self.rows.extend(opened)
+
+    def open_unknown(self, count: int) -> None:
+        """Append rows of which nobody tells the tokens."""
+        unknown = Prompt(())
+        self.rows.extend(
+            Row(None, [group.pool.open(unknown) for group in self._groups], sealed=[0] * len(self._groups))
+            for _ in range(count)
+        )
+
+    def fork(self, parents: Sequence[int]) -> None:
+        """The rows become these, in this order; a row named twice is shared, one not named is released."""
+        if wrong := [parent for parent in parents if not 0 <= parent < len(self.rows)]:
+            raise InputError(f"parents {wrong} are not rows; the cache has rows 0 to {len(self.rows) - 1}")
+        seen: set[int] = set()
+        rows, forks = list[Row](), list[Row]()
+        try:
+            for parent in parents:
+                row = self.rows[parent]
+                if parent in seen:
+                    row = self.copy(row)
+                    forks.append(row)
+                seen.add(parent)
+                rows.append(row)
+        except BaseException:
+            self._release(forks)
+            raise
+        left = [row for number, row in enumerate(self.rows) if number not in seen]
+        self.rows = rows
+        self._release(left)
+
+    def copy(self, row: Row) -> Row:
+        """A second row with the same history, which takes no block."""
+        tables: list[BlockTable] = []
+        try:
+            for group, table in zip(self._groups, row.tables, strict=True):
+                tables.append(group.pool.fork(table))
+        except BaseException:
+            self._release([replace(row, tables=tables)])
+            raise
+        return replace(row, tables=tables, tokens=[*row.tokens], past=[*row.past], sealed=[*row.sealed])
+
+    def replace(self, rows: Sequence[Row]) -> None:
+        """Copies of ``rows`` take the place of all that are there."""
+        copies: list[Row] = []
+        try:
+            copies.extend(map(self.copy, rows))
+        except BaseException:
+            self._release(copies)
+            raise
+        old, self.rows = self.rows, copies
+        self._release(old)
+
+    def release(self, rows: Sequence[Row]) -> None:
+        """Give up what these rows hold."""
+        self._release(rows)
+
+    def advance(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], states: StateBatch | None) -> None:
+        """A step is over: its tokens' K/V are written, and ``states`` are what came out of it.
+
+        Raises:
+            BaseException: what a pool raised; truncating the rows' tables to their lengths takes all back.
+        """
+        for number, group in enumerate(self._groups):
+            for row, new in zip(rows, tokens, strict=True):
+                group.pool.commit(row.tables[number], new)
+        stale = {id(row.state.batch): row.state.batch for row in rows if row.state is not None}
+        for place, (row, new) in enumerate(zip(rows, tokens, strict=True)):
+            if self.recording:
+                row.past.append((row.length, row.state))
+            row.length += len(new)
+            row.state = None if states is None else StateRef(states, place)
+            if row.prompt is not None:
+                row.tokens.extend(new)
+            if not self.recording:
+                row.final = row.length
+            self._save(row)
+            self._slide(row)
+        for batch in stale.values():
+            self._compact(batch)
+
+    def rollback(self, drop: Sequence[int]) -> list[int]:
+        """Drop the last tokens of each row; how many tokens before them have to be forwarded again."""
+        if len(drop) != len(self.rows):
+            raise InputError(f"drop has {len(drop)} numbers for {len(self.rows)} rows; give one a row")
+        targets, resumes = list[int](), list[_Resume | None]()
+        for number, (row, count) in enumerate(zip(self.rows, drop, strict=True)):
+            if not 0 <= count <= row.length:
+                raise InputError(f"drop of row {number} is {count}; it has {row.length} tokens")
+            targets.append(row.length - count)
+            resumes.append(self._resume(row, targets[-1], number))
+        reopened: dict[int, Row] = {}
+        try:
+            for number, resume in enumerate(resumes):
+                if resume is None:
+                    reopened[number] = self._reopen(self.rows[number], targets[number])
+        except BaseException:
+            self._release(list(reopened.values()))
+            raise
+        for number, (row, resume) in enumerate(zip(self.rows, resumes, strict=True)):
+            if resume is None:
+                self._release([row])
+                self.rows[number] = reopened[number]
+            else:
+                self._truncate(row, resume)
+        return [target - row.length for target, row in zip(targets, self.rows, strict=True)]
+
+    def next_checkpoint(self, row: Row) -> int | None:
+        """The length at which this row's states are to be saved next."""
+        if not self._recurrent or row.prompt is None or self._checkpoint is None:
+            return None
+        size = max((group.pool.block_size for group in self._groups), default=1)
+        if self._checkpoint == "prompt":
+            place = (len(row.prompt.tokens) - 1) // size * size
+            return place if place > row.length else None
+        every = -(-self._checkpoint // size) * size
+        return (row.length // every + 1) * every
+
+    def _open(self, prompt: Prompt) -> Row:
+        depths = self._checkpoints.depths(prompt) if self._recurrent else None
+        if self._groups:
+            tables = open_together([group.pool for group in self._groups], prompt, depths)
+            length = tables[0].length
+        else:
+            tables, length = [], max(depths or [0])
+        state = self._checkpoints.get(prompt, length) if self._recurrent and length else None
+        sealed = [length // group.pool.block_size for group in self._groups]
+        tokens = list(prompt.tokens[:length])
+        return Row(prompt, tables, length, length, tokens, state, final=length, sealed=sealed)
+
+    def _reopen(self, row: Row, length: int) -> Row:
+        assert row.prompt is not None
+        again = self._open(replace(row.prompt, tokens=row.tokens[:length]))
+        again.prompt = row.prompt
+        return again
+
+    def _release(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for group, table in zip(self._groups, row.tables, strict=False):
+                group.pool.release(table)
+
+    def _resume(self, row: Row, target: int, number: int) -> _Resume | None:
+        """The latest place, not after ``target``, that a row can go on from; ``None``: the prefix cache knows better."""
+        places = [(row.length, row.state), *reversed(row.past)] if self._recurrent else [(target, None)]
+        if row.prompt is None:
+            places.append((0, None))
+        for length, state in places:
+            if length <= target and all(
+                group.first_needed(length) >= table.slid * group.pool.block_size
+                for group, table in zip(self._groups, row.tables, strict=True)
+            ):
+                break
+        else:
+            return None
+        if length < target and row.prompt is None:
+            raise Refused(
+                f"row {number} cannot go back from {row.length} to {target} tokens: what was there is kept only after "
+                "activate_past_recording(), and the tokens are not known; open rows with their prompts"
+            )
+        return _Resume(length, state)
+
+    def _truncate(self, row: Row, resume: _Resume) -> None:
+        for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=True)):
+            group.pool.truncate(table, resume.length)
+            row.sealed[number] = min(row.sealed[number], resume.length // group.pool.block_size)
+        row.length, row.state = resume
+        row.past, row.final = [], resume.length
+        del row.tokens[resume.length :]
+        self._slide(row)
+
+    def _slide(self, row: Row) -> None:
+        for group, table in zip(self._groups, row.tables, strict=True):
+            if group.window is not None:
+                group.pool.slide(table, group.first_needed(row.final))
+
+    def _save(self, row: Row) -> None:
+        if row.state is None or row.prompt is None or self._checkpoint is None or not row.length:
+            return
+        size = max((group.pool.block_size for group in self._groups), default=1)
+        every = -(-self._checkpoint // size) * size if isinstance(self._checkpoint, int) else None
+        if (every is not None and row.length % every == 0) or (
+            every is None and row.length == (len(row.prompt.tokens) - 1) // size * size
+        ):
+            chain = row.tables[0].chain if row.tables else None
+            self._checkpoints.save(replace(row.prompt, tokens=row.tokens), chain, row.state)
+
+    def _compact(self, batch: StateBatch) -> None:
+        """Rows that were not in the step no longer keep the states of those that were."""
+        rows = [row for row in self.rows if row.state is not None and row.state.batch is batch]
+        if 0 < len(rows) < batch.rows:
+            smaller = compact([row.state for row in rows if row.state is not None], batch)
+            for row, ref in zip(rows, smaller, strict=True):
+                row.state = ref
