@@ -111,19 +111,19 @@ class Allocator:
             self.chains[block] = None
 
     def snapshot(
-        self, blocks: Sequence[int], table: object = None, chains: Collection[Chain] = ()
+        self, blocks: Sequence[int], tables: Collection[object] = (), chains: Collection[Chain] = ()
     ) -> Callable[[], None]:
         """How to put everything back exactly as it is now if anything, Ctrl-C included, stops an operation.
 
         Args:
             blocks: those that it touches.
-            table: an object whose attributes it assigns.
+            tables: objects whose attributes it assigns.
             chains: those whose holders it changes, beside the chains of ``blocks``.
         """
         before = [(block, self.references[block], self.chains[block], self._rested[block]) for block in blocks]
         sealed = (chain for _, _, chain, _ in before if chain is not None)
         holders = [(chain, chain.holders) for chain in (*chains, *sealed)]
-        fields = {} if table is None else vars(table).copy()
+        fields = [(table, vars(table).copy()) for table in tables]
         counts = self.counts.copy()
 
         def undo() -> None:
@@ -131,8 +131,8 @@ class Allocator:
                 self.references[block], self.chains[block], self._rested[block] = references, content, rested
             for chain, held in holders:
                 chain.holders = held
-            if table is not None:
-                vars(table).update(fields)
+            for table, attributes in fields:
+                vars(table).update(attributes)
             self.counts = counts
             resting = [block for block in range(self.num_blocks) if not self.references[block]]
             resting.sort(key=self._rested.__getitem__)

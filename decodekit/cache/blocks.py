@@ -174,78 +174,65 @@ class BlockPool:
         idle_hits = sum(chain.holders[0] in self._allocator.cached for chain in chains[slid:full])
         return self.can_allocate(needed + idle_hits)
 
-    def blocks_needed(self, table: BlockTable, count: int) -> int:
-        """Blocks that ``append(table, count)`` would take, one of them for a copy if another table names the last."""
-        self._check(table)
-        needed = self._blocks(table.length + count) - len(table.blocks)
-        shared = count and table.length % self.block_size and self._allocator.references[_last(table)] > 1
-        return needed + 1 if shared else needed
-
     def append(self, table: BlockTable, count: int) -> list[Copy]:
-        """Make room for ``count`` more tokens; only the last block and those after it change.
+        """:meth:`append_together` for one table."""
+        return self.append_together([table], count)[0]
+
+    def append_together(self, tables: Sequence[BlockTable], count: int) -> list[list[Copy]]:
+        """Make room for ``count`` more tokens in each table; only its last block and those after it change.
 
         If tokens go into a block that another table names, a copy takes its place. If they go into a sealed block (the
         sequence was rolled back into it), the prefix cache forgets that block first.
 
         Returns:
-            what the storage has to copy before it writes.
-
-        Raises:
-            OutOfBlocks: not all the blocks it takes are there.
-        """
-        if count < 0:
-            raise InputError(f"count is {count}; append makes room for 0 or more tokens (truncate takes it back)")
-        end, needed, allocator = table.length + count, self.blocks_needed(table, count), self._allocator
-        last = _last(table) if count and table.length % self.block_size else None
-        if not needed and (last is None or allocator.chains[last] is None):
-            table.length = end
-            return []
-        taken = allocator.choose(needed)
-        undo = allocator.snapshot(taken if last is None else [*taken, last], table)
-        try:
-            for block in taken:
-                allocator.take(block)
-            blocks, copies = [*table.blocks, *taken], []
-            if last is not None and allocator.references[last] > 1:
-                allocator.drop([last])
-                allocator.counts["copies"] += 1
-                blocks.remove(last)  # the first block taken moves into its place
-                copies.append(Copy(last, taken[0]))
-            elif last is not None:
-                allocator.unseal(last)
-            table.blocks, table.length = blocks, end
-            return copies
-        except BaseException:
-            undo()
-            raise
-
-    def append_together(self, tables: Sequence[BlockTable], count: int) -> list[list[Copy]]:
-        """:meth:`append` for several tables, all or none.
-
-        Returns:
-            what each table has to copy.
+            what the storage has to copy for each table before it writes.
 
         Raises:
             OutOfBlocks: not all the blocks they take are there.
         """
-        needed, sharing = 0, Counter[int]()
-        for table in tables:
-            needed += self._blocks(table.length + count) - len(table.blocks)
-            if count and table.length % self.block_size:
-                sharing[_last(table)] += 1
-        # Whoever is the last to name a block writes into it without a copy.
-        needed += sum(min(n, self._allocator.references[block] - 1) for block, n in sharing.items())
-        if not self.can_allocate(needed):
-            raise OutOfBlocks(needed, self.free_blocks, self.cached_blocks, self.num_blocks)
-        lengths, copies = [table.length for table in tables], list[list[Copy]]()
+        if count < 0:
+            raise InputError(f"count is {count}; append makes room for 0 or more tokens (truncate takes it back)")
+        allocator, references, chains = self._allocator, self._allocator.references, self._allocator.chains
+        growing, needed, writers = list[tuple[int, int, int | None]](), 0, Counter[int]()
+        for place, table in enumerate(tables):
+            self._check(table)
+            new = -(-(table.length + count) // self.block_size) - len(table.blocks)
+            last = table.blocks[-1] if count and table.length % self.block_size else None
+            if new or (last is not None and (references[last] > 1 or chains[last] is not None)):
+                growing.append((table.length, place, last))
+                needed += new
+                writers.update([last] if last is not None else [])
+        # The last table to name a block writes into it, the others copy. It is the longest: what it writes lies behind
+        # what they have there, so they can have it back if the step fails.
+        growing.sort()
+        needed += sum(min(many, references[block] - 1) for block, many in writers.items())
+        chosen, copies, lengths = allocator.choose(needed), [list[Copy]() for _ in tables], [t.length for t in tables]
+        undo = allocator.snapshot([*chosen, *writers], [tables[place] for _, place, _ in growing])
         try:
+            taken = iter(chosen)
+            for length, place, last in growing:
+                table = tables[place]
+                blocks = table.blocks.copy()
+                if last is not None and references[last] > 1:
+                    allocator.take(copy := next(taken))
+                    allocator.drop([last])
+                    allocator.counts["copies"] += 1
+                    blocks[-1] = copy
+                    copies[place].append(Copy(last, copy))
+                elif last is not None:
+                    allocator.unseal(last)
+                while len(blocks) < self._blocks(length + count):
+                    allocator.take(new := next(taken))
+                    blocks.append(new)
+                table.blocks = blocks
             for table in tables:
-                copies.append(self.append(table, count))
+                table.length += count
+            return copies
         except BaseException:
-            for table, length, copied in zip(tables, lengths, copies, strict=False):
-                self.retract(table, length, copied)
+            for table, length in zip(tables, lengths, strict=True):
+                table.length = length
+            undo()
             raise
-        return copies
 
     def retract(self, table: BlockTable, length: int, copies: Sequence[Copy]) -> None:
         """Take an ``append`` back that was not committed: the block it copied is shared again.
@@ -257,7 +244,7 @@ class BlockPool:
         """
         self.truncate(table, length)
         for source, target in copies:
-            undo = self._allocator.snapshot([source, target], table)
+            undo = self._allocator.snapshot([source, target], [table])
             try:
                 self._allocator.share([source])
                 table.blocks = [*table.blocks[:-1], source]
@@ -287,7 +274,7 @@ class BlockPool:
                 chains.append(self._index.child(chains[-1], contents[place : place + size]))
             full = zip(table.blocks[start // size : end // size], chains[1:], strict=True)
             sealed = [(block, chain) for block, chain in full if block is not None]
-            undo = self._allocator.snapshot([block for block, _ in sealed], table, chains)
+            undo = self._allocator.snapshot([block for block, _ in sealed], [table], chains)
             try:
                 for block, chain in sealed:
                     self._allocator.seal(block, chain)
@@ -349,7 +336,7 @@ class BlockPool:
                 chain, tail = chain.parent, chain.contents
             tail = tail[: length % size]
         surplus = _held(table.blocks[kept:])
-        undo = self._allocator.snapshot(surplus, table)
+        undo = self._allocator.snapshot(surplus, [table])
         try:
             self._allocator.drop(surplus)
             table.blocks, table.length, table.committed = table.blocks[:kept], length, committed
@@ -378,7 +365,7 @@ class BlockPool:
         start = max(table.slid, self._blocks(sinks))
         if start < slid:
             given_up = _held(table.blocks[start:slid])
-            undo = self._allocator.snapshot(given_up, table)
+            undo = self._allocator.snapshot(given_up, [table])
             try:
                 self._allocator.drop(given_up)
                 table.blocks = [*table.blocks[:start], *[None] * (slid - start), *table.blocks[slid:]]
@@ -391,10 +378,11 @@ class BlockPool:
         """The sequence is over. Releasing it again, or after a reset, does nothing."""
         if table.generation == self._generation:
             blocks = _held(table.blocks)
-            undo = self._allocator.snapshot(blocks, table)
+            undo = self._allocator.snapshot(blocks, [table])
             try:
                 self._allocator.drop(blocks)
-                vars(table).update(generation=0, blocks=[], length=0, committed=0, slid=0, tail=())
+                closed = BlockTable(0, Chain(None, ()), (), [], 0, 0, table.num_cached, 0)  # it keeps no history alive
+                vars(table).update(vars(closed))
             except BaseException:
                 undo()
                 raise

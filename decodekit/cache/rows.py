@@ -152,7 +152,6 @@ class RowBook:
         for number, group in enumerate(self._groups):
             for row, new in zip(rows, tokens, strict=True):
                 group.pool.commit(row.tables[number], new)
-        stale = {id(row.state.batch): row.state.batch for row in rows if row.state is not None}
         for place, (row, new) in enumerate(zip(rows, tokens, strict=True)):
             if self.recording:
                 row.past.append((row.length, row.state))
@@ -162,9 +161,18 @@ class RowBook:
                 row.tokens.extend(new)
             if not self.recording:
                 row.final = row.length
+
+    def tidy(self, rows: Sequence[Row], stale: Sequence[StateBatch]) -> None:
+        """After a step of ``rows``: save their states where that is wanted, let go of what nothing needs any more.
+
+        Args:
+            rows: those that advanced.
+            stale: the batches their states were in before.
+        """
+        for row in rows:
             self._save(row)
             self._slide(row)
-        for batch in stale.values():
+        for batch in stale:
             self._compact(batch)
 
     def rollback(self, drop: Sequence[int]) -> list[int]:

@@ -6,17 +6,17 @@ Works with transformers 5.17 to 5.x. What ``generate`` prepared before it calls 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
@@ -26,11 +26,9 @@ from transformers.generation import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
-from transformers.utils import ModelOutput
 
 from decodekit.core.errors import Refused
 
@@ -44,7 +42,6 @@ CACHE_KEY = (
 CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 """Whether a positive argument of ``crop`` is the length to keep; later it is an error."""
 
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "embedding_norm")
 _LAST_PROCESSORS = ("WatermarkLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor", "LogitNormalization")
 
 
@@ -58,6 +55,30 @@ _OWN_CACHES = {
     "xlstm": "keeps its states in a cache of its own",
 }
 """Model types whose forward leaves transformers' Cache aside, and how."""
+
+
+_CONTINUES = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "zamba2",
+}
+"""Recurrent models whose forward of several tokens goes on from the cached state. That of Mamba, Falcon-Mamba, Jamba and
+Zamba begins from an empty one, without saying so; others were not tried."""
+
+
+def continues(config: Any) -> bool:
+    """Whether a recurrent model can forward several tokens at once after those in its cache."""
+    return str(config.get_text_config(decoder=True).model_type).removesuffix("_text") in _CONTINUES
 
 
 @dataclass(frozen=True)
@@ -93,7 +114,9 @@ def cache_layers(config: Any) -> list[CacheLayer]:
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
-        raise Refused(f"{config.model_type} has layers of type {error}, whose cache transformers does not make") from error
+        raise Refused(
+            f"{config.model_type} has layers of type {error}, whose cache transformers does not make"
+        ) from error
     names = getattr(config, "layer_types", None) or []
     # Before 5.24 layers without any mixer were given a recurrent cache that stays empty.
     idle = [number < len(names) and names[number] in ("moe", "mlp") for number in range(len(layers))]
@@ -277,11 +300,6 @@ def _without_guidance(config: GenerationConfig) -> GenerationConfig:
     return config
 
 
-def uses_guidance(prepared: Prepared) -> bool:
-    """Whether transformers' own classifier-free guidance is among the processors."""
-    return any(isinstance(own, UnbatchedClassifierFreeGuidanceLogitsProcessor) for own in prepared.logits_processor)
-
-
 def callers_criteria(prepared: Prepared) -> StoppingCriteriaList:
     """The stopping criteria that the caller gave, without those ``generate`` made from options."""
     config = prepared.config
@@ -297,73 +315,10 @@ def callers_criteria(prepared: Prepared) -> StoppingCriteriaList:
     return StoppingCriteriaList([criterion for criterion in prepared.stopping_criteria if not made(criterion)])
 
 
-class Stepper:
-    """Runs a model over one rectangular batch with the cache that ``generate`` prepared.
-
-    The batch keeps transformers' own shapes and order of operations, so that logits equal plain ``generate``'s to the bit.
-    """
-
-    def __init__(self, model: PreTrainedModel, prepared: Prepared, *, hidden_states: bool = False) -> None:
-        self.model = model
-        self.input_ids = prepared.input_ids
-        self._config = prepared.config
-        self._kwargs = dict(prepared.model_kwargs)
-        if hidden_states:
-            self._kwargs["output_hidden_states"] = True
-        self._context = context_length(model)
-        self._cached = bool(self._kwargs.get("use_cache", True))
-        compiled = model._valid_auto_compile_criteria(self._kwargs, self._config)
-        self._forward: Callable[..., Any] = (
-            model.get_compiled_call(self._config.compile_config) if compiled else model.__call__
-        )
-
-    @property
-    def cache(self) -> Any:
-        """The transformers cache, or ``None``."""
-        return self._kwargs.get(CACHE_KEY)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Columns that the cache already holds."""
-        return int(self.cache.get_seq_length()) if self.cache is not None else 0
-
-    def extend(self, tokens: Tensor) -> None:
-        """Append known tokens, [R, N], to the prompts before they are prefilled."""
-        self.input_ids = torch.cat([self.input_ids, tokens], dim=-1)
-        self._kwargs = self.model._update_model_kwargs_for_generation(
-            ModelOutput(), self._kwargs, num_new_tokens=tokens.shape[1]
-        )
-
-    def prefill(self, last: int = 1) -> Any:
-        """Forward the whole prompt; the outputs hold logits of at least its ``last`` positions."""
-        if "logits_to_keep" in self._kwargs:
-            self._kwargs["logits_to_keep"] = last
-        outputs = self.model._prefill(self.input_ids, self._config, self._kwargs)
-        return self._advance(outputs)
-
-    def step(self, tokens: Tensor) -> Any:
-        """Append one token a row, [R], and forward it."""
-        self.input_ids = torch.cat([self.input_ids, tokens.unsqueeze(-1)], dim=-1)
-        if "logits_to_keep" in self._kwargs:
-            self._kwargs["logits_to_keep"] = 1
-        inputs = self.model.prepare_inputs_for_generation(
-            self.input_ids, next_sequence_length=1 if self._cached else None, **self._kwargs
-        )
-        return self._advance(self._forward(**inputs, return_dict=True))
-
-    def _advance(self, outputs: Any) -> Any:
-        self._kwargs = self.model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
-        positions = self._kwargs.get("position_ids")
-        if positions is not None and self._context is not None:
-            # Ended rows are carried along: a model with learned positions has none for them beyond its context.
-            positions[..., -1].clamp_(max=self._context - 1)
-        return outputs
-
-    @contextlib.contextmanager
-    def optimized(self) -> Iterator[None]:
-        """The model as transformers tunes it for one-token steps."""
-        with self.model._optimize_model_for_decode():
-            yield
+def optimized(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A context in which the model is tuned for one-token steps, as ``generate`` tunes it."""
+    context: AbstractContextManager[None] = model._optimize_model_for_decode()
+    return context
 
 
 def generate_output(
@@ -371,54 +326,3 @@ def generate_output(
 ) -> GenerateDecoderOnlyOutput:
     """The dictionary that ``return_dict_in_generate`` promises."""
     return GenerateDecoderOnlyOutput(sequences=sequences, **records, **{CACHE_KEY: cache})
-
-
-def readout(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """A function that projects hidden states onto the vocabulary as the model's head does.
-
-    Raises:
-        Refused: the model has no output embedding, or (when ``norm`` is asked for) no final norm under a known name.
-    """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise Refused(f"{type(model).__name__} has no output embedding to read hidden layers with")
-    config = text_config(model)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = _logit_scale(model, config)
-
-    def read(hidden: Tensor, *, norm: bool = False, finish: bool = True) -> Tensor:
-        if norm:
-            hidden = final_norm(model)(hidden)
-        logits = head(hidden.to(head.weight.dtype))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if finish and scale != 1.0:
-            logits = logits * scale
-        if finish and softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        return logits
-
-    return read
-
-
-def _logit_scale(model: PreTrainedModel, config: Any) -> float:
-    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        return float(scale)
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        return 1.0 / float(divisor)
-    return float(getattr(config, "lm_head_multiplier", 1.0))  # Falcon-H1
-
-
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm between the last decoder layer and the head.
-
-    Raises:
-        Refused: none under a known name.
-    """
-    decoder = model.get_decoder()
-    for name in _FINAL_NORMS:
-        if isinstance(norm := getattr(decoder, name, None), nn.Module):
-            return norm
-    raise Refused(
-        f"the final norm of {type(decoder).__name__} was not found (looked for {', '.join(_FINAL_NORMS)}); "
-        "read hidden layers without norm"
-    )

@@ -119,6 +119,13 @@ class BranchOutputs:
         hidden = {layer: states[index] for layer, states in self._hidden.items()}
         return BranchOutputs(self.logits[index], hidden, self._readout)
 
+    @staticmethod
+    def concatenate(parts: Sequence[BranchOutputs]) -> BranchOutputs:
+        """The positions of several outputs of one model, in order."""
+        first = parts[0]
+        hidden = {layer: torch.cat([part.hidden(layer) for part in parts]) for layer in first.layers}
+        return BranchOutputs(torch.cat([part.logits for part in parts]), hidden, first._readout)
+
     def readout(self, hidden: Tensor, *, norm: bool = False, finish: bool = True) -> Tensor:
         """Project hidden states onto the vocabulary as the model's own head does.
 

@@ -4,12 +4,13 @@ from decodekit.recipe.combinations import Clash, check_combinations, innermost
 from decodekit.recipe.generation import Generation
 from decodekit.recipe.json_schema import recipe_schema
 from decodekit.recipe.load import load_recipe, recipe_faults
-from decodekit.recipe.schema import DynamicCache, Recipe
+from decodekit.recipe.schema import DynamicSpec, PagedSpec, Recipe
 
 __all__ = [
     "Clash",
-    "DynamicCache",
+    "DynamicSpec",
     "Generation",
+    "PagedSpec",
     "Recipe",
     "check_combinations",
     "innermost",

@@ -19,6 +19,7 @@ from decodekit.core.protocols import (
     SequenceStrategy,
     TokenStrategy,
 )
+from decodekit.core.units import parse_bytes
 from decodekit.recipe.generation import Generation
 
 MAX_RULES = 100
@@ -27,7 +28,7 @@ Strategy = TokenStrategy | SearchStrategy | SequenceStrategy
 Fallback = Literal["error", "relax", "eos", "raw"]
 
 
-class DynamicCache(BaseModel):
+class DynamicSpec(BaseModel):
     """Hugging Face's own cache: a row's keys and values grow with it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -35,8 +36,24 @@ class DynamicCache(BaseModel):
     kind: Literal["dynamic"] = "dynamic"
 
 
-CACHES: Mapping[str, type[DynamicCache]] = {"dynamic": DynamicCache}
-"""The caches a recipe can name. A new one is a model, an entry here and a member of ``Recipe.cache``'s type."""
+def _size(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+class PagedSpec(BaseModel):
+    """Keys and values in blocks, shared by rows that begin alike; states of recurrent layers by row."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Literal["paged"] = "paged"
+    block_size: int = Field(16, ge=1, le=256, description="tokens a block")
+    budget: Annotated[int, Field(ge=1), BeforeValidator(_size)] | None = Field(
+        None, description="most bytes of keys and values, such as 4GiB; as many as the call needs when left out"
+    )
+
+
+CACHES: Mapping[str, type[DynamicSpec | PagedSpec]] = {"dynamic": DynamicSpec, "paged": PagedSpec}
+"""The caches a recipe can name. A new one is a model like this, an entry here, and a member of the type of ``cache``."""
 
 
 def _strategy(spec: Any, _: Any) -> Any:
@@ -88,8 +105,9 @@ class Recipe(BaseModel):
     drafter: Drafter | None = Field(
         None, description="proposes tokens for the innermost token-level strategy to verify"
     )
-    cache: Annotated[DynamicCache, BeforeValidator(_cache)] = Field(
-        default_factory=DynamicCache, description="where keys and values live"
+    cache: Annotated[PagedSpec | DynamicSpec, BeforeValidator(_cache)] = Field(
+        default_factory=PagedSpec,
+        description="where keys and values live; left out, in blocks where the model and the call allow it",
     )
     fallback: Fallback = Field(
         "error",

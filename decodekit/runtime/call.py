@@ -19,9 +19,10 @@ from decodekit.core.protocols import Rule, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Branch, Request, Rows
 from decodekit.recipe import Recipe
+from decodekit.runtime.caches import paged_cache
 from decodekit.runtime.loop import Limits, Loop, SequenceState
 from decodekit.runtime.pipeline import Pipeline, Step
-from decodekit.runtime.session import Session
+from decodekit.runtime.session import DynamicSession, PagedSession, Session
 from decodekit.runtime.settings import Settings, merge_rules, resolve
 from decodekit.runtime.text import TextTracker, encoder
 
@@ -38,6 +39,7 @@ class Given:
         want_text: decode the output.
         keep_logprobs: note log-probabilities.
         keep_stages: record logits after each rule.
+        scoring: given tokens are to be scored, all positions at once.
     """
 
     tokenizer: Any = None
@@ -47,6 +49,7 @@ class Given:
     want_text: bool = False
     keep_logprobs: bool = False
     keep_stages: bool = False
+    scoring: bool = False
 
 
 @dataclass
@@ -55,7 +58,6 @@ class Call:
 
     Attributes:
         prepared: the inputs, expanded to all rows.
-        borrowed: the steps of the chain that are transformers' own.
         seed: the seed of every row that has none of its own.
     """
 
@@ -63,7 +65,6 @@ class Call:
     settings: Settings
     sequences: list[SequenceState]
     loop: Loop
-    borrowed: list[ProcessorStep]
     seed: int
 
 
@@ -74,19 +75,19 @@ class ProcessorStep:
         processor: sees the whole padded batch, as in ``generate``: it may keep something for each row.
 
     Attributes:
-        session: where the padded ids are; ``None`` when positions are scored that are not the rows' last.
+        loop: where the padded ids are; ``None`` when positions are scored that are not the rows' last.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
-        self.session: Session | None = None
+        self.loop: Loop | None = None
 
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
-        if self.session is None:
+        if self.loop is None:
             parts = zip(rows.tokens, rows.lengths.tolist(), logits, strict=True)
             return torch.cat([self._processor(own[:n].unsqueeze(0), row.unsqueeze(0).clone()) for own, n, row in parts])
-        ids = self.session.input_ids
+        ids = self.loop.input_ids
         if len(rows) == ids.shape[0]:
             return self._processor(ids, logits.clone())
         whole = logits.new_zeros(ids.shape[0], logits.shape[-1])
@@ -130,25 +131,26 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         for row, request in enumerate(requests)
     ]
     _end_unusable(sequences, prepared, limits)
-    hidden = strategy.hidden_layers(compat.text_config(model))
-    sessions = _sessions(model, strategy, prepared, settings, sequences, given, hidden)
+    sessions = _sessions(model, strategy, prepared, recipe, settings, sequences, given)
     steps = _steps(model, prepared, recipe, settings, given)
-    borrowed = [step for _, step in steps if isinstance(step, ProcessorStep)]
-    for step in borrowed:
-        step.session = sessions["main"]
     pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=recipe.fallback, eos=settings.eos)
     loop = Loop(
         sessions,
         strategy,
         pipeline,
         sequences,
+        input_ids=prepared.input_ids,
         pad=settings.pad,
         criteria=compat.callers_criteria(prepared),
         keep_logprobs=given.keep_logprobs,
         keep_stages=given.keep_stages,
     )
     loop.started = started
-    return Call(prepared, settings, sequences, loop, borrowed, seed)
+    if not given.scoring:
+        for _, step in steps:
+            if isinstance(step, ProcessorStep):
+                step.loop = loop
+    return Call(prepared, settings, sequences, loop, seed)
 
 
 def _strategy(recipe: Recipe) -> TokenStrategy:
@@ -213,12 +215,13 @@ def _sessions(
     model: Any,
     strategy: TokenStrategy,
     prepared: compat.Prepared,
+    recipe: Recipe,
     settings: Settings,
     sequences: Sequence[SequenceState],
     given: Given,
-    layers: tuple[int, ...],
-) -> dict[str, Session]:
-    """A session a branch; the main one goes on from what ``generate`` prepared."""
+) -> list[Session]:
+    """A session a model; the main branch goes on from what ``generate`` prepared."""
+    layers = strategy.hidden_layers(compat.text_config(model))
     branches: list[dict[str, Branch]] = []
     for sequence in sequences:
         own: tuple[Branch, ...] = ()
@@ -228,29 +231,45 @@ def _sessions(
             except InputError as error:
                 sequence.fail(str(error))
         branches.append({branch.name: branch for branch in own})
-    names = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
-    # The options that hold for the main branch hold for every forward of its siblings.
+    models = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
+    # A row that cannot be decoded still takes its place in a rectangular batch.
+    blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
+    prompts = {
+        name: [own[name].prompt_ids if name in own else instead for own, instead in zip(branches, blank, strict=True)]
+        for name in models
+    }
+    sessions: list[Session] = []
+    for model_name in sorted(set(models.values()), key="main".__ne__):
+        runner = model if model_name == "main" else given.models.get(model_name)
+        if runner is None:
+            raise InputError(
+                f"strategy {strategy.kind!r} needs a model called {model_name!r}; give "
+                f"decoder.bind(models={{{model_name!r}: model}})"
+            )
+        own_prompts = {name: prompts[name] for name, other in models.items() if other == model_name}
+        kept = layers if "main" in own_prompts else ()
+        cache = None if given.scoring else paged_cache(runner, prepared, recipe, settings, own_prompts)
+        if cache is not None:
+            sessions.append(PagedSession(runner, cache, own_prompts, layers=kept))
+            continue
+        inputs = {
+            name: _main_inputs(prepared, settings)
+            if name == "main" and rows == blank
+            else _branch_inputs(runner, rows, settings)
+            for name, rows in own_prompts.items()
+        }
+        sessions.append(DynamicSession(runner, inputs, layers=kept, pad=settings.pad))
+    return sessions
+
+
+def _main_inputs(prepared: compat.Prepared, settings: Settings) -> compat.Prepared:
+    """What ``generate`` prepared, with the options that won."""
     main = dataclasses.replace(prepared, config=settings.config, model_kwargs={**prepared.model_kwargs})
     main.model_kwargs["use_cache"] = settings.config.use_cache
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(settings.config, name):
             main.model_kwargs[name] = True
-    sessions = {}
-    for name, model_name in names.items():
-        prompts = [
-            own[name].prompt_ids if name in own else sequence.request.prompt_ids or (settings.pad,)
-            for own, sequence in zip(branches, sequences, strict=True)
-        ]
-        runner = model if model_name == "main" else given.models.get(model_name)
-        if runner is None:
-            raise InputError(
-                f"strategy {strategy.kind!r} needs a model called {model_name!r}; give decoder.bind(models={{{model_name!r}: "
-                "model})"
-            )
-        given_prompts = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
-        inputs = main if name == "main" and prompts == given_prompts else _branch_inputs(runner, prompts, settings)
-        sessions[name] = Session(runner, inputs, layers=layers if name == "main" else ())
-    return sessions
+    return main
 
 
 def _branch_inputs(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> compat.Prepared:

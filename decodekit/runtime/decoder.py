@@ -173,7 +173,7 @@ class Recorder:
 
     def take(self, record: StepRecord) -> None:
         """One step."""
-        main, rows, pad = self._call.loop.main, len(self._call.sequences), self._call.settings.pad
+        main, rows, pad = self._call.loop.sessions[0], len(self._call.sequences), self._call.settings.pad
         if self._scores is not None:
             self._scores.append(spread(record.picked.final, record.sequences, rows, pad))
         if self._logits is not None:
@@ -199,7 +199,7 @@ class Recorder:
             "hidden_states": self._hidden,
         }
         tuples = {name: None if values is None else tuple(values) for name, values in records.items()}
-        return compat.generate_output(ids, tuples, self._call.loop.main.cache)
+        return compat.generate_output(ids, tuples, self._call.loop.sessions[0].cache)
 
 
 def _report_failures(sequences: Sequence[SequenceState]) -> None:

@@ -6,7 +6,7 @@ A step is: forward every branch, score, rules and pick, commit. Rows end on thei
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,9 @@ from transformers.generation import StoppingCriteriaList
 
 from decodekit.core.errors import DecodekitError, PluginError, RowError
 from decodekit.core.protocols import Rule, TokenStrategy
-from decodekit.core.types import FinishReason, Outputs, Request, Rows
+from decodekit.core.types import BranchOutputs, FinishReason, Outputs, Request, Rows
 from decodekit.runtime.pipeline import Picked, Pipeline, select
-from decodekit.runtime.session import Session
+from decodekit.runtime.session import DynamicSession, Session
 from decodekit.runtime.text import TextTracker
 
 
@@ -158,11 +158,12 @@ class Loop:
     """Decodes the rows of one batch.
 
     Args:
-        sessions: a branch name, the session that runs it over all rows; the one called ``main`` is the model decoded.
+        sessions: what runs the branches, one a model; the first has the ``main`` branch.
         strategy: scores the positions.
         pipeline: rules and pick.
         sequences: [R] the rows; those that have already failed are only carried along.
-        pad: id fed for rows that have ended.
+        input_ids: [R, T] the prompts as ``generate`` pads them, for those who want to see the rows so.
+        pad: id that follows in rows that have ended.
         criteria: the caller's own stopping criteria.
         keep_logprobs: note each token's log-probability.
         keep_stages: record the logits after each rule.
@@ -170,24 +171,26 @@ class Loop:
 
     def __init__(
         self,
-        sessions: Mapping[str, Session],
+        sessions: Sequence[Session],
         strategy: TokenStrategy,
         pipeline: Pipeline,
         sequences: Sequence[SequenceState],
         *,
+        input_ids: Tensor,
         pad: int,
         criteria: StoppingCriteriaList | None = None,
         keep_logprobs: bool = False,
         keep_stages: bool = False,
     ) -> None:
-        self.sessions = dict(sessions)
+        self.sessions = tuple(sessions)
         self.sequences = sequences
+        self.input_ids = input_ids
         self.started = time.perf_counter()
         self.prefilled: float | None = None
         self._strategy, self._pipeline = strategy, pipeline
         self._pad, self._criteria = pad, criteria
         self._keep_logprobs, self._keep_stages = keep_logprobs, keep_stages
-        self._device = self.main.input_ids.device
+        self._device = input_ids.device
         # A row that cannot be decoded may have no prompt at all; it still takes its place in the batch.
         self._history = History([sequence.request.prompt_ids or (pad,) for sequence in sequences], self._device)
         self._stateful = [
@@ -201,36 +204,32 @@ class Loop:
             ]
 
     @property
-    def main(self) -> Session:
-        """The session of the model that is decoded."""
-        return self.sessions["main"]
-
-    @property
     def live(self) -> list[SequenceState]:
         """Rows that have not ended."""
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     def run(self) -> Iterator[StepRecord]:
         """Decode until every row has ended, a record a step."""
-        tokens: Tensor | None = None
         with ExitStack() as stack:
+            for session in self.sessions:
+                stack.callback(session.close)
             while self.live:
-                record, tokens = self._step(tokens)
+                record = self._step()
                 if self.prefilled is None:
                     self.prefilled = time.perf_counter()
-                    for session in self.sessions.values():
+                    for session in self.sessions:
                         stack.enter_context(session.optimized())
                 yield record
 
     @torch.no_grad()
-    def _step(self, fed: Tensor | None) -> tuple[StepRecord, Tensor]:
+    def _step(self) -> StepRecord:
         live = self.live
-        branches = {
-            name: session.prefill() if fed is None else session.step(fed) for name, session in self.sessions.items()
-        }
-        index = torch.tensor([sequence.row for sequence in live], device=self._device)
-        if len(live) < len(self.sequences):
-            branches = {name: outputs.select(index) for name, outputs in branches.items()}
+        rows = [sequence.row for sequence in live]
+        branches: dict[str, BranchOutputs] = {}
+        for session in self.sessions:
+            fed = [sequence.tokens[-1] for sequence in live] if self.prefilled is not None else None
+            branches |= session.prefill(rows) if fed is None else session.step(rows, fed)
+        index = torch.tensor(rows, device=self._device)
         outputs = Outputs(branches)
         picked = self._pipeline(
             self._history.rows(live, self._pipeline.eos),
@@ -255,10 +254,8 @@ class Loop:
             if self._keep_logprobs:
                 sequence.logprobs.append(chosen[position])
             pieces.append(sequence.commit(token, now))
-        following = torch.full((len(self.sequences),), self._pad, dtype=torch.long, device=self._device)
-        following[index] = picked.tokens
-        self._stop_by_criteria(following, picked, live)
-        return StepRecord(live, tokens, pieces, outputs, picked), following
+        self._follow(index, picked, live)
+        return StepRecord(live, tokens, pieces, outputs, picked)
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -269,10 +266,11 @@ class Loop:
         """
         [sequence] = self.sequences
         known = torch.tensor([list(ids)], device=self._device)
-        branches = {}
-        for name, session in self.sessions.items():
-            session.extend(known[:, :-1])
-            branches[name] = session.prefill(last=len(ids))
+        branches: dict[str, BranchOutputs] = {}
+        for session in self.sessions:
+            if not isinstance(session, DynamicSession):
+                raise TypeError("scoring reads a transformers cache, which keeps all positions")
+            branches |= session.read(ids)
         scores = score(self._strategy, Outputs(branches))
         prompt = sequence.request.prompt_ids
         rows = Rows(
@@ -298,11 +296,15 @@ class Loop:
                 sequence.states[step] = rule.commit(sequence.states[step], ids[group[-1]], picked.final[-1])
         return logprobs
 
-    def _stop_by_criteria(self, following: Tensor, picked: Picked, live: Sequence[SequenceState]) -> None:
+    def _follow(self, index: Tensor, picked: Picked, live: Sequence[SequenceState]) -> None:
+        """Show the chosen tokens to those who see the rows padded: the caller's processors and criteria."""
+        following = torch.full((len(self.sequences), 1), self._pad, dtype=torch.long, device=self._device)
+        following[index, 0] = picked.tokens
+        self.input_ids = torch.cat([self.input_ids, following], dim=-1)
         if not self._criteria:
             return
-        ids = torch.cat([self.main.input_ids, following.unsqueeze(-1)], dim=-1)
-        done = self._criteria(ids, (spread(picked.final, live, len(self.sequences), self._pad),)).tolist()
+        final = spread(picked.final, live, len(self.sequences), self._pad)
+        done = self._criteria(self.input_ids, (final,)).tolist()
         for sequence in live:
             if done[sequence.row] and sequence.finish_reason is None:
                 sequence.finish("stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ class TextCall:
         """The log-probabilities of these tokens after the one prompt."""
         if self._errors:
             raise InputError(self._errors[0])
-        call = assemble(self._model, self._prepare(self._prompts), self._recipe, self._given)
+        given = dataclasses.replace(self._given, scoring=True)
+        call = assemble(self._model, self._prepare(self._prompts), self._recipe, given)
         context = compat.context_length(self._model)
         if context is not None and len(self._prompts[0]) + len(ids) > context:
             raise InputError(
@@ -164,8 +166,6 @@ class TextCall:
             )
         if call.sequences[0].error is not None:
             raise InputError(call.sequences[0].error)
-        for step in call.borrowed:
-            step.session = None
         return call.loop.score(ids)
 
 
@@ -181,8 +181,7 @@ def _stats(call: Call, sequence: SequenceState) -> dict[str, Any]:
     stats: dict[str, Any] = {
         "prompt_tokens": len(sequence.request.prompt_ids),
         "target_forwards": len(times),
-        "forwarded_tokens": sum(session.prompt_lengths[sequence.row] for session in loop.sessions.values())
-        + max(0, len(times) - 1) * len(loop.sessions),
+        "forwarded_tokens": sum(session.forwarded[sequence.row] for session in loop.sessions),
         "draft_tokens": 0,
         "accepted_tokens": 0,
         "path": "torch",

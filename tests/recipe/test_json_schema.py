@@ -40,7 +40,7 @@ BAD: list[dict[str, Any]] = [
     {"rules": [{"kind": "temperature", "t": 0}]},
     {"rules": [{"kind": "temperature", "t": "0.5"}]},
     {"constraint": "regex"},
-    {"cache": "paged"},
+    {"cache": "pages"},
     {"cache": {"kind": "dynamic", "size": 1}},
     {"fallback": "none"},
     {"generation": {"max_new_tokens": 0}},

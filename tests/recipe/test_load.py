@@ -51,7 +51,7 @@ class TestSources:
         recipe = load_recipe({})
         assert recipe.strategy == plugin("strategies", "sample")
         assert (recipe.rules, recipe.constraint, recipe.drafter, recipe.fallback) == (None, None, None, "error")
-        assert recipe.cache.kind == "dynamic"
+        assert recipe.cache.kind == "paged"
         assert recipe.generation.model_fields_set == set()
 
     def test_plugins_given_from_python_need_not_be_installed(self) -> None:
@@ -158,10 +158,10 @@ class TestFaults:
                 "strategy: {kind: mbr, inner: sample, also: [sample, {kind: beam}]}",
                 "a.yaml:1:60: strategy.also.1.kind: 'beam' is not a TokenStrategy",
             ),
-            ("cache: paged", "a.yaml:1:8: cache.kind: unknown cache 'paged': known: dynamic"),
+            ("cache: pages", "a.yaml:1:8: cache.kind: unknown cache 'pages': did you mean 'paged'?"),
             ("cache: {kind: dynamc}", "a.yaml:1:15: cache.kind: unknown cache 'dynamc': did you mean 'dynamic'?"),
             ("cache: {kind: dynamic, size: 3}", "a.yaml:1:24: cache.size: unknown option"),
-            ("cache: {}", "a.yaml:1:8: cache: 'kind' should name one of dynamic"),
+            ("cache: {}", "a.yaml:1:8: cache: 'kind' should name one of dynamic, paged"),
             ("fallback: no", "a.yaml:1:11: fallback: should be 'error', 'relax', 'eos' or 'raw', got 'no'"),
             ("max_new_tokens: 5", "a.yaml:1:1: max_new_tokens: no option here: write generation: {max_new_tokens: "),
             ("extend: b.yaml", "a.yaml:1:1: extend: no option here: write extends: base.yaml instead"),
@@ -179,7 +179,7 @@ class TestFaults:
     def test_all_in_the_order_of_reading(self, write: Write) -> None:
         write(
             a="extends: b.yaml\ngeneration: {seed: x}\nrules: [{kind: top_p, q: 1}, temperature]\n",
-            b="fallback: none\ncache: paged\n",
+            b="fallback: none\ncache: pages\n",
         )
         name = "a.yaml"
         assert [str(fault).split(": ")[0] for fault in recipe_faults(name)] == [

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from decodekit.core import registry
 from decodekit.core.errors import PluginError, RecipeError
-from decodekit.recipe import DynamicCache, Generation, Recipe, load_recipe
+from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
 
 
 def made(group: str, spec: Any) -> Any:
@@ -27,7 +27,7 @@ def test_from_python() -> None:
         "rules": [{"kind": "temperature", "t": 0.5}],
         "generation": {"seed": 1},
     }
-    assert Recipe().cache == DynamicCache()
+    assert Recipe().cache == PagedSpec()
 
 
 def test_frozen() -> None:

@@ -148,7 +148,7 @@ def test_early_layers_pass_the_models_scale_and_softcap(family: str) -> None:
     """The head of the model is reproduced: the last layer, read out, gives the model's own logits."""
     from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config
 
-    from decodekit.core import compat
+    from decodekit.core import heads
 
     sizes = {
         "vocab_size": 97,
@@ -167,10 +167,10 @@ def test_early_layers_pass_the_models_scale_and_softcap(family: str) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         out = model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
-        read = compat.readout(model)
+        read = heads.readout(model)
         torch.testing.assert_close(read(out.hidden_states[-1]), out.logits)
         assert not torch.allclose(read(out.hidden_states[-1], finish=False), out.logits)
-        normed = compat.final_norm(model)(out.hidden_states[1])
+        normed = heads.final_norm(model)(out.hidden_states[1])
         torch.testing.assert_close(read(out.hidden_states[1], norm=True), read(normed))
 
 

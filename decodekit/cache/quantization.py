@@ -1,0 +1,190 @@
+"""K/V of one layer in 8, 4 or 2 bits a number: full blocks are quantized, blocks still being filled are not.
+
+After KIVI (Liu et al., 2024, arXiv:2402.02750): keys by channel, since a few channels hold the outliers, values by token.
+A group never leaves its block: the scale of a key channel is that of the block's tokens in one head, so blocks are shared,
+copied and freed as they are, and no row depends on another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decodekit.core.errors import InputError, nearest
+from decodekit.kernels.kv_quantize import BITS, dequantize, quantize
+
+
+class QuantizedStore:
+    """A ``KVStore`` whose sealed blocks are quantized.
+
+    A block that was written and not sealed is *residual*: it lies in a small pool in full precision, which grows and
+    shrinks with what is in it. ``seal`` quantizes it; whoever seals late has a residual window. A write into a quantized
+    block (a sequence was rolled back into it) makes it residual again, with the tokens before the write as they were read
+    until then. Sealed once more, values keep these very numbers, and so do keys if the block holds the same; where a new
+    token changes the range of a channel, the earlier keys of that channel lose up to half a step once more.
+
+    A number's error is that of ``quantize`` in ``kernels/kv_quantize``: half a step of its group. NaN or infinity in an
+    integer kind makes its group NaN (a key: that channel of its head in the block; a value: that head of its token), and
+    nothing else.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_size: tokens a block.
+        keys: [N, H, D] the first keys, for their width, dtype and device.
+        values: [N, H, Dv] the first values.
+        kind: ``int8``, ``fp8`` (e4m3), ``int4`` or ``int2``.
+
+    Raises:
+        InputError: the kind is none of these.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, kind: str) -> None:
+        if kind not in BITS:
+            raise InputError(f"unknown quantization {kind!r}: {nearest(str(kind), BITS)}")
+        self._block_size = block_size
+        self._quantized = (
+            _QuantizedBlocks(num_blocks, block_size, keys, kind, by_channel=True),
+            _QuantizedBlocks(num_blocks, block_size, values, kind, by_channel=False),
+        )
+        with torch.inference_mode(False):
+            self._residual = tuple(part.new_zeros((0, block_size, *part.shape[1:])) for part in (keys, values))
+            # Where each block lies in the residual pool; -1: it is quantized, or was never written.
+            self._places = torch.full((num_blocks,), -1, dtype=torch.int32, device=keys.device)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys`` [N, H, D] and ``values`` [N, H, Dv] in ``slots`` [N] int64.
+
+        Who writes the first token of a block begins it anew: nothing that it held is kept.
+        """
+        blocks = slots // self._block_size
+        quantized = blocks[self._places[blocks] < 0]
+        if len(quantized):
+            begun = blocks[slots % self._block_size == 0]
+            self._make_residual(quantized.unique(), begun)
+        target = self._places[blocks] * self._block_size + slots % self._block_size
+        for pool, numbers in zip(self._residual, (keys, values), strict=True):
+            pool.flatten(0, 1).index_copy_(0, target, numbers.detach())
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather ``slots`` [R, T]: keys [R, T, H, D] and values [R, T, H, Dv], of the dtype they were written in.
+
+        Only these tokens are dequantized. Those of residual blocks are exact.
+        """
+        flat = slots.flatten()
+        places = self._places[flat // self._block_size]
+        quantized, residual = (places < 0).nonzero().squeeze(1), (places >= 0).nonzero().squeeze(1)
+        source = places[residual] * self._block_size + flat[residual] % self._block_size
+        gathered = []
+        for blocks, pool in zip(self._quantized, self._residual, strict=True):
+            numbers = pool.new_empty((len(flat), *pool.shape[2:]))
+            numbers.index_copy_(0, quantized, blocks.read(flat[quantized]))
+            numbers.index_copy_(0, residual, pool.flatten(0, 1).index_select(0, source))
+            gathered.append(numbers.unflatten(0, slots.shape))
+        return gathered[0], gathered[1]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks, [n] int64 each; no block is both a source and a target. Codes are copied as they are."""
+        self._places[target] = -1
+        places = self._places[source]
+        quantized, residual = places < 0, places >= 0
+        for blocks in self._quantized:
+            blocks.copy(source[quantized], target[quantized])
+        free = self._room(int(residual.sum()))
+        for pool in self._residual:
+            pool[free] = pool[places[residual]]
+        self._places[target[residual]] = free
+
+    def seal(self, blocks: Tensor) -> None:
+        """Quantize these blocks, [n] int64, which are full of committed tokens; those that are quantized stay as they are."""
+        residual = blocks[self._places[blocks] >= 0]
+        for quantized, pool in zip(self._quantized, self._residual, strict=True):
+            quantized.write(residual, pool[self._places[residual]])
+        self.release(residual)
+
+    def release(self, blocks: Tensor) -> None:
+        """What these blocks, [n] int64, have in full precision is no longer needed: they were sealed or freed."""
+        self._places[blocks] = -1
+        residual = (self._places >= 0).nonzero().squeeze(1)
+        if len(self._residual[0]) > 2 * len(residual) + 1:
+            with torch.inference_mode(False):
+                pools = tuple(pool[self._places[residual]] for pool in self._residual)
+                places = torch.full_like(self._places, -1)
+                places[residual] = torch.arange(len(residual), dtype=places.dtype, device=places.device)
+            vars(self).update(_residual=pools, _places=places)  # one call: an interrupt comes before or after it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device: codes and scales of all blocks, the residual pool, and where blocks lie in it."""
+        held = sum(blocks.nbytes for blocks in self._quantized) + sum(pool.nbytes for pool in self._residual)
+        return held + self._places.nbytes
+
+    def _make_residual(self, blocks: Tensor, begun: Tensor) -> None:
+        free = self._room(len(blocks))
+        kept = torch.isin(blocks, begun, invert=True)
+        offsets = torch.arange(self._block_size, device=blocks.device)
+        slots = blocks[kept].unsqueeze(1) * self._block_size + offsets
+        for quantized, pool in zip(self._quantized, self._residual, strict=True):
+            pool[free[kept]] = quantized.read(slots.flatten()).unflatten(0, slots.shape)
+        self._places[blocks] = free
+
+    def _room(self, count: int) -> Tensor:
+        """``count`` unused places of the residual pool, which grows by what it lacks: a few blocks a row, so spare room
+        would cost more than the copy saves.
+        """
+        capacity = len(self._residual[0])
+        unused = torch.ones(capacity, dtype=torch.bool, device=self._places.device)
+        unused[self._places[self._places >= 0]] = False
+        free = unused.nonzero().squeeze(1).to(self._places.dtype)
+        if (missing := count - len(free)) > 0:
+            with torch.inference_mode(False):
+                self._residual = tuple(
+                    torch.cat((pool, pool.new_zeros((missing, *pool.shape[1:])))) for pool in self._residual
+                )
+            added = torch.arange(capacity, capacity + missing, dtype=free.dtype, device=free.device)
+            free = torch.cat((free, added))
+        return free[:count]
+
+
+class _QuantizedBlocks:
+    """The keys, or the values, of all blocks in their quantized form.
+
+    ``codes`` [slots, H, bytes]; ``scales`` [slots / span, S, H, D or 1], where ``span`` tokens share theirs.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, example: Tensor, kind: str, *, by_channel: bool) -> None:
+        self._kind, self._width, self._dtype, self._dim = (
+            kind,
+            example.shape[-1],
+            example.dtype,
+            1 if by_channel else -1,
+        )
+        self._span, self._block_size = block_size if by_channel else 1, block_size
+        with torch.inference_mode(False):
+            codes, scales = self._quantize(example.new_zeros((1, block_size, *example.shape[1:])))
+            self._codes = codes.new_zeros((num_blocks * len(codes), *codes.shape[1:]))
+            self._scales = scales.new_zeros((num_blocks * len(scales), *scales.shape[1:]))
+        self.nbytes = self._codes.nbytes + self._scales.nbytes
+
+    def write(self, blocks: Tensor, numbers: Tensor) -> None:
+        """Quantize ``numbers`` [n, block_size, H, D] into ``blocks`` [n]."""
+        for stored, part in zip(self._by_block(), self._quantize(numbers), strict=True):
+            stored[blocks] = part.unflatten(0, (len(blocks), stored.shape[1]))
+
+    def read(self, slots: Tensor) -> Tensor:
+        """The numbers of ``slots`` [N]: [N, H, D]."""
+        codes = self._codes.index_select(0, slots)
+        scales = self._scales.index_select(0, slots // self._span).movedim(1, 0)
+        return dequantize(codes, scales, self._kind, self._width, self._dtype)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks."""
+        for stored in self._by_block():
+            stored[target] = stored[source]
+
+    def _by_block(self) -> tuple[Tensor, Tensor]:
+        size = self._block_size
+        return self._codes.unflatten(0, (-1, size)), self._scales.unflatten(0, (-1, size // self._span))
+
+    def _quantize(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantize(numbers, self._dim, self._kind)
+        return codes.flatten(0, 1), scales.movedim(0, 2).flatten(0, 1)

@@ -1,0 +1,120 @@
+"""One forward over some rows of a cache: begun with room for all its tokens, then committed or taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from decodekit.cache.blocks import Copy
+from decodekit.cache.gather import Group, Slots
+from decodekit.cache.rows import Row, RowBook
+from decodekit.cache.states import collect, load, working_copy
+
+if TYPE_CHECKING:
+    from decodekit.cache.paged import PagedCache
+
+
+class Step:
+    """A forward of q new tokens in each of R rows, whose lengths may differ.
+
+    As a context manager it commits at the end, and takes everything back after an exception::
+
+        with cache.begin(rows, tokens) as step:
+            outputs = model(input_ids, attention_mask=step.attention_mask, position_ids=step.position_ids, ...)
+
+    Attributes:
+        rows: those that take part.
+        lengths: [R] tokens each had before.
+        query_length: q; 0 while it is not known.
+        written: layers whose K/V were written.
+        touched: layers whose states were asked for.
+        explicit: whether it was begun by ``begin``, or by a forward that nobody announced.
+    """
+
+    def __init__(
+        self, cache: PagedCache, rows: Sequence[Row], tokens: Sequence[Sequence[int]] | None, *, opened: bool = False
+    ) -> None:
+        self._cache, self._tokens = cache, tokens
+        self.rows, self.lengths = list(rows), [row.length for row in rows]
+        self.explicit, self.opened = tokens is not None, opened
+        self.query_length = 0
+        self.written: set[int] = set()
+        self.touched: set[int] = set()
+        self.asked: set[tuple[int, str]] = set()
+        self.last = -1
+        self.slots: list[Slots] = []
+        self._copies: list[list[list[Copy]]] = []
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """[R, T] int64, T the longest row with its new tokens: 1 for tokens, 0 for the pads on the left."""
+        longest = max(self.lengths)
+        columns = torch.arange(longest + self.query_length)
+        starts = torch.tensor([longest - length for length in self.lengths])
+        return (columns >= starts.unsqueeze(1)).long().to(self._cache.device)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths."""
+        positions = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)
+        return positions.to(self._cache.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._cache.abort()
+            return
+        try:
+            self._cache.commit()
+        except BaseException:
+            self._cache.abort()
+            raise
+
+    def reserve(self, groups: Sequence[Group], query_length: int) -> list[list[Copy]]:
+        """Make room for ``query_length`` more tokens of each row in all groups, or in none.
+
+        Returns:
+            what the layers of each group have to copy.
+        """
+        copies: list[list[list[Copy]]] = []
+        try:
+            for number, group in enumerate(groups):
+                copies.append(group.pool.append_together([row.tables[number] for row in self.rows], query_length))
+            slots = [
+                group.slots([row.tables[number] for row in self.rows], self.lengths, query_length)
+                for number, group in enumerate(groups)
+            ]
+        except BaseException:
+            self._retract(groups, copies)
+            raise
+        self._copies, self.slots, self.query_length = copies, slots, query_length
+        return [[copy for copied in per_row for copy in copied] for per_row in copies]
+
+    def load(self, layers: Sequence[object]) -> None:
+        """Give the recurrent layers a copy of these rows' states."""
+        load(layers, working_copy([row.state for row in self.rows]))
+
+    def finish(self, book: RowBook, layers: Sequence[object], *, recurrent: bool) -> None:
+        """Make the step part of the rows' history."""
+        states = collect(layers, len(self.rows)) if recurrent else None
+        tokens = self._tokens if self._tokens is not None else [[0] * self.query_length] * len(self.rows)
+        book.advance(self.rows, tokens, states)
+
+    def undo(self, groups: Sequence[Group], layers: Sequence[object]) -> None:
+        """Everything as it was before."""
+        load(layers, None)
+        self._retract(groups, self._copies)
+        self._copies = []
+
+    def _retract(self, groups: Sequence[Group], copies: Sequence[Sequence[Sequence[Copy]]]) -> None:
+        for number, (group, per_row) in enumerate(zip(groups, copies, strict=False)):
+            for row, length, copied in zip(self.rows, self.lengths, per_row, strict=True):
+                group.pool.retract(row.tables[number], length, copied)

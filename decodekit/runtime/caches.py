@@ -1,0 +1,97 @@
+"""Which cache a call uses: blocks wherever the model and the options allow, transformers' own elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from decodekit.cache.ledger import ledger
+from decodekit.cache.paged import PagedCache
+from decodekit.core import compat
+from decodekit.core.errors import InputError, Refused
+from decodekit.core.units import format_bytes
+from decodekit.recipe import PagedSpec, Recipe
+from decodekit.runtime.settings import Settings
+
+# What a forward of rows over a paged cache gives itself; anything else (images, embeddings) is for transformers' own loop.
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
+
+
+def paged_cache(
+    model: Any,
+    prepared: compat.Prepared,
+    recipe: Recipe,
+    settings: Settings,
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+) -> PagedCache | None:
+    """A paged cache for these branches of one model; ``None`` where transformers' own is to be used.
+
+    Raises:
+        Refused: the recipe asks for a paged cache and this call cannot have one.
+        InputError: the budget does not hold the call.
+    """
+    spec = recipe.cache
+    given = prepared.model_kwargs.get(compat.CACHE_KEY)
+    if isinstance(given, PagedCache) and "main" in prompts:
+        return given
+    if not isinstance(spec, PagedSpec):
+        return None
+    reason = _why_not(prepared, settings, given)
+    if reason is None:
+        try:
+            compat.cache_layers(model.config)
+        except Refused as error:
+            reason = str(error)
+    if reason is not None:
+        if "cache" in recipe.model_fields_set:
+            raise Refused(f"cache: {{kind: paged}} cannot be used here: {reason}; leave it out or say dynamic")
+        return None
+    return PagedCache(
+        model.config,
+        num_blocks=_blocks(model, spec, settings, prompts),
+        block_size=spec.block_size,
+        device=model.device,
+        prefix_cache=False,
+    )
+
+
+def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str | None:
+    config = settings.config
+    unknown = sorted(
+        name for name, value in prepared.model_kwargs.items() if name not in _KNOWN_INPUTS and value is not None
+    )
+    if unknown:
+        return f"the forward takes more than ids: {', '.join(unknown)}"
+    if not config.use_cache:
+        return "use_cache is off"
+    if given is not None and (getattr(given, "_is_user_defined", False) or config.cache_implementation is not None):
+        return f"the call brings a {type(given).__name__}"
+    for option in ("output_attentions", "output_hidden_states", "prefill_chunk_size", "compile_config"):
+        if getattr(config, option, None):
+            return f"{option} is served by transformers' own cache only"
+    positions = prepared.model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        return "the model numbers positions in several dimensions"
+    return None
+
+
+def _blocks(model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]]) -> int:
+    """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart."""
+    size = spec.block_size
+    different = {tuple(prompt) for rows in prompts.values() for prompt in rows}
+    rows = sum(len(rows) for rows in prompts.values())
+    shared = sum(-(-len(prompt) // size) for prompt in different)
+    apart = -(-settings.max_new_tokens // size) + 1
+    needed = shared + rows * apart
+    if spec.budget is None:
+        return needed
+    account = ledger(model.config, context=size, batch=1, dtype=model.dtype, block_size=size)
+    block = max(1, account.kv_bytes_per_token * size)
+    available = spec.budget // block
+    if available < needed:
+        raise InputError(
+            f"cache.budget {format_bytes(spec.budget)} holds {available * size} tokens in blocks of {size}; this call may "
+            f"need {needed * size} ({rows} rows, up to {settings.max_new_tokens} new tokens each): raise it to "
+            f"{format_bytes(needed * block)}, or ask for fewer tokens"
+        )
+    return needed

@@ -1,0 +1,110 @@
+"""One forward of a model: over the rectangular batch of ``generate``, or over rows of a paged cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from decodekit.cache.paged import PagedCache
+from decodekit.core.compat import CACHE_KEY, Prepared, context_length
+
+
+class Stepper:
+    """Runs a model over one rectangular batch with the cache that ``generate`` prepared.
+
+    The batch keeps transformers' own shapes and order of operations, so that logits equal plain ``generate``'s to the bit.
+
+    Args:
+        model: the model.
+        prepared: its inputs.
+        hidden_states: whether the outputs are to hold all hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel, prepared: Prepared, *, hidden_states: bool = False) -> None:
+        self.model = model
+        self.input_ids = prepared.input_ids
+        self._config = prepared.config
+        self._kwargs = dict(prepared.model_kwargs)
+        if hidden_states:
+            self._kwargs["output_hidden_states"] = True
+        self._context = context_length(model)
+        self._cached = bool(self._kwargs.get("use_cache", True))
+        compiled = model._valid_auto_compile_criteria(self._kwargs, self._config)
+        self._forward: Callable[..., Any] = (
+            model.get_compiled_call(self._config.compile_config) if compiled else model.__call__
+        )
+
+    @property
+    def cache(self) -> Any:
+        """The transformers cache, or ``None``."""
+        return self._kwargs.get(CACHE_KEY)
+
+    def extend(self, tokens: Tensor) -> None:
+        """Append known tokens, [R, N], to the prompts before they are prefilled."""
+        self.input_ids = torch.cat([self.input_ids, tokens], dim=-1)
+        self._kwargs = self.model._update_model_kwargs_for_generation(
+            ModelOutput(), self._kwargs, num_new_tokens=tokens.shape[1]
+        )
+
+    def prefill(self, last: int = 1) -> Any:
+        """Forward the whole prompt; the outputs hold logits of at least its ``last`` positions."""
+        if "logits_to_keep" in self._kwargs:
+            self._kwargs["logits_to_keep"] = last
+        outputs = self.model._prefill(self.input_ids, self._config, self._kwargs)
+        return self._advance(outputs)
+
+    def step(self, tokens: Tensor) -> Any:
+        """Append one token a row, [R], and forward it."""
+        self.input_ids = torch.cat([self.input_ids, tokens.unsqueeze(-1)], dim=-1)
+        if "logits_to_keep" in self._kwargs:
+            self._kwargs["logits_to_keep"] = 1
+        inputs = self.model.prepare_inputs_for_generation(
+            self.input_ids, next_sequence_length=1 if self._cached else None, **self._kwargs
+        )
+        return self._advance(self._forward(**inputs, return_dict=True))
+
+    def _advance(self, outputs: Any) -> Any:
+        self._kwargs = self.model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        positions = self._kwargs.get("position_ids")
+        if positions is not None and self._context is not None:
+            # Ended rows are carried along: a model with learned positions has none for them beyond its context.
+            positions[..., -1].clamp_(max=self._context - 1)
+        return outputs
+
+
+class RaggedForward:
+    """Runs a model over some rows of a paged cache.
+
+    Args:
+        model: the model.
+        cache: its cache.
+        hidden_states: whether the outputs are to hold all hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, *, hidden_states: bool = False) -> None:
+        self._model, self._cache = model, cache
+        accepted = inspect.signature(model.forward).parameters
+        # Models without positions or attention (Mamba) do not name what they would ignore.
+        self._accepted = {name for name in ("attention_mask", "position_ids", "logits_to_keep") if name in accepted}
+        self._always: dict[str, Any] = {CACHE_KEY: cache, "use_cache": True, "return_dict": True}
+        if hidden_states:
+            self._always["output_hidden_states"] = True
+
+    def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
+        """Forward the next tokens of these rows, [R][q]."""
+        input_ids = torch.tensor([list(ids) for ids in tokens], device=self._model.device)
+        with self._cache.begin(rows, tokens) as step:
+            inputs = {
+                # Rows of one length have no pads, and attention without a mask is faster.
+                "attention_mask": step.attention_mask if len(set(step.lengths)) > 1 else None,
+                "position_ids": step.position_ids,
+                "logits_to_keep": 1,
+            }
+            given = {name: value for name, value in inputs.items() if name in self._accepted}
+            return self._model(input_ids=input_ids, **given, **self._always)
