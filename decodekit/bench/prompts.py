@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from decodekit.core.errors import InputError
 
@@ -40,3 +44,13 @@ def read_prompts(path: Path | None, limit: int | None) -> list[str]:
     if not prompts:
         raise InputError(f"the data file {str(path)!r} has no line; give a JSON object with the key 'prompt' a line")
     return prompts
+
+
+def token_prompts(tokenizer: Any, prompts: Sequence[str], rows: int, length: int) -> torch.Tensor:
+    """[rows, length] ids: the texts end to end, each row beginning with another one."""
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in prompts]
+    filled = []
+    for row in range(rows):
+        turned = [token for text in ids[row % len(ids) :] + ids[: row % len(ids)] for token in text]
+        filled.append((turned * (length // len(turned) + 1))[:length])
+    return torch.tensor(filled)

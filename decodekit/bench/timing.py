@@ -27,6 +27,11 @@ class Pair:
     low: float
     high: float
 
+    @property
+    def both(self) -> tuple[float, float]:
+        """Seconds of the peer and of ours."""
+        return self.peer, self.ours
+
 
 def paired(peer: Callable[[], Any], ours: Callable[[], Any], *, rounds: int) -> Pair:
     """Time both ``rounds`` times in turn, the order swapped every round, after one warm-up each."""

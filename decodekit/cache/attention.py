@@ -73,6 +73,8 @@ class Layout:
         """
         if mask is None or mask is self._checked or mask.shape[0] != len(self.lengths):
             return
+        if torch.compiler.is_compiling():  # a graph cannot branch on what a mask holds
+            return
         position = self.lengths[:, None] - query_length + torch.arange(query_length)
         # Where the forward was given no padding mask, transformers takes all rows for as long as the longest.
         longest = position.amax(0, keepdim=True)
@@ -90,8 +92,9 @@ class Layout:
 class Step(Protocol):
     """What the attention asks of a forward that a paged cache has begun.
 
-    A model whose attention does not come from transformers' ``AttentionInterface`` asks for nothing and sees the new tokens
-    only: a step in which layers were written that never asked for :meth:`kv` has gone wrong.
+    A model whose attention does not come from transformers' ``AttentionInterface`` (Bloom), or that does not hand the forward
+    keyword down (StableLM), asks for nothing and sees the new tokens only: a step in which layers were written that never
+    asked for :meth:`kv` has gone wrong and must not be committed.
     """
 
     def layout(self, layer_idx: int) -> Layout:
@@ -121,6 +124,8 @@ def check_config(config: Any) -> None:
         reason = "has layers that attend to other layers' K/V"
     elif "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reason = "attends in chunks"
+    elif config.model_type == "diffllama":
+        reason = "exchanges halves of its values after the cache's update"
     if reason:
         raise Refused(f"{config.model_type} {reason}: it cannot use paged attention; use a gathered cache")
 
@@ -182,10 +187,11 @@ def attention(
     number: Any = module.layer_idx
     layout = dk_cache.layout(number)
     keys, values = dk_cache.kv(number)
-    if key.shape[1::2] != keys.shape[1:]:
+    if (key.shape[1::2], value.shape[1::2]) != (keys.shape[1:], values.shape[1:]):
         raise Refused(
-            f"{kind} changes its K/V after the cache's update, from {list(keys.shape[1:])} to {list(key.shape[1::2])} (heads, "
-            "width), as MLA does when it expands latents: no block holds them; use a gathered cache"
+            f"{kind} changes its K/V after the cache's update, from {list(keys.shape[1:])} and {list(values.shape[1:])} to "
+            f"{list(key.shape[1::2])} and {list(value.shape[1::2])} (heads, width), as MLA does when it expands latents: no "
+            "block holds them; use a gathered cache"
         )
     if sliding_window is not None and sliding_window != layout.window:
         raise Refused(f"layer {number} has a window of {sliding_window}, its cache one of {layout.window}")

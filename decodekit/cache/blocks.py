@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count as counter
-from typing import NamedTuple, cast
+from itertools import islice
+from typing import NamedTuple
 
 from decodekit.cache.allocator import Allocator
 from decodekit.cache.prefix import Chain, Media, PrefixIndex, Prompt, block_contents
@@ -87,8 +88,13 @@ class BlockPool:
 
     def reset(self) -> None:
         """Free every block and forget all content and statistics; tables opened before are closed."""
-        # A new generation closes them; its numbers also tell the tables of other pools apart.
-        self._generation, self._index, self._allocator = next(_generations), PrefixIndex(), Allocator(self.num_blocks)
+        index, allocator, generation = (
+            PrefixIndex(self.block_size, self.window),
+            Allocator(self.num_blocks),
+            next(_generations),
+        )
+        # In one statement, so that an interrupt cannot fall between. The generation tells other pools' tables apart, too.
+        self._index, self._allocator, self._generation = index, allocator, generation
 
     @property
     def free_blocks(self) -> int:
@@ -127,7 +133,7 @@ class BlockPool:
 
         Multiples of the block size; at least one token of the prompt is left to compute.
         """
-        return self._match(prompt)[1]
+        return self._index.match(prompt, self._shareable(prompt))[1]
 
     def open(self, prompt: Prompt, *, depth: int | None = None) -> BlockTable:
         """A new sequence that shares the blocks its prompt has in the cache; takes no other block.
@@ -139,11 +145,11 @@ class BlockPool:
         Raises:
             InputError: ``depth`` is not in the cache.
         """
-        chains, depths = self._match(prompt)
+        chains, depths = self._index.match(prompt, self._shareable(prompt))
         depth = depths[-1] if depth is None else depth
         if depth not in depths:
             raise InputError(f"depth is {depth}; from the cache this prompt can begin with {depths} tokens")
-        full, slid = depth // self.block_size, self._first_needed(depth) // self.block_size
+        full, slid = depth // self.block_size, self._index.first_needed(depth) // self.block_size
         hits = [chain.holders[0] for chain in chains[slid:full]]
         chain = chains[full - 1] if full else self._index.root(prompt)
         undo = self._allocator.snapshot(hits)
@@ -166,8 +172,8 @@ class BlockPool:
 
         With a window: if the prompt is prefilled at once and the window slides after every step.
         """
-        chains, depths = self._match(prompt)
-        full, slid = depths[-1] // self.block_size, self._first_needed(depths[-1]) // self.block_size
+        chains, depths = self._index.match(prompt, self._shareable(prompt))
+        full, slid = depths[-1] // self.block_size, self._index.first_needed(depths[-1]) // self.block_size
         needed = self._blocks(len(prompt.tokens) + max_new) - full
         if self.window is not None:
             needed = min(needed, max(self._blocks(len(prompt.tokens)) - full, self._blocks(self.window) + 1))
@@ -221,9 +227,9 @@ class BlockPool:
                     copies[place].append(Copy(last, copy))
                 elif last is not None:
                     allocator.unseal(last)
-                while len(blocks) < self._blocks(length + count):
-                    allocator.take(new := next(taken))
-                    blocks.append(new)
+                for block in islice(taken, self._blocks(length + count) - len(blocks)):
+                    allocator.take(block)
+                    blocks.append(block)
                 table.blocks = blocks
             for table in tables:
                 table.length += count
@@ -233,25 +239,6 @@ class BlockPool:
                 table.length = length
             undo()
             raise
-
-    def retract(self, table: BlockTable, length: int, copies: Sequence[Copy]) -> None:
-        """Take an ``append`` back that was not committed: the block it copied is shared again.
-
-        Args:
-            table: the sequence.
-            length: before the append.
-            copies: what the append returned; another table still names the source.
-        """
-        self.truncate(table, length)
-        for source, target in copies:
-            undo = self._allocator.snapshot([source, target], [table])
-            try:
-                self._allocator.share([source])
-                table.blocks = [*table.blocks[:-1], source]
-                self._allocator.drop([target])
-            except BaseException:
-                undo()
-                raise
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """The K/V of these tokens, the next of the sequence, are written; blocks that they fill are sealed.
@@ -325,6 +312,19 @@ class BlockPool:
         Raises:
             InputError: the table is shorter, or the sliding window let go of that place.
         """
+        self.retract(table, length, ())
+
+    def retract(self, table: BlockTable, length: int, copies: Sequence[Copy]) -> None:
+        """:meth:`truncate` that takes back the last append: a block that was copied is shared again.
+
+        Args:
+            table: the sequence.
+            length: its tokens before the append.
+            copies: what the append returned for it, done or not; nothing was appended to other tables since.
+
+        Raises:
+            InputError: as :meth:`truncate`.
+        """
         self._check(table)
         size, lowest = self.block_size, table.slid * self.block_size
         if not lowest <= length <= table.length:
@@ -335,11 +335,14 @@ class BlockPool:
             for _ in range(length // size, table.committed // size):
                 chain, tail = chain.parent, chain.contents
             tail = tail[: length % size]
+        sources = [copy.source for copy in copies]
+        kept -= len(sources)
         surplus = _held(table.blocks[kept:])
-        undo = self._allocator.snapshot(surplus, [table])
+        undo = self._allocator.snapshot([*sources, *surplus], [table])
         try:
+            self._allocator.share(sources)
             self._allocator.drop(surplus)
-            table.blocks, table.length, table.committed = table.blocks[:kept], length, committed
+            table.blocks, table.length, table.committed = [*table.blocks[:kept], *sources], length, committed
             table.chain, table.tail = chain, tail
         except BaseException:
             undo()
@@ -398,25 +401,6 @@ class BlockPool:
         """Full blocks that may come from the cache: the last token is always computed, for its logits."""
         return max(len(prompt.tokens) - 1, 0) // self.block_size if self.prefix_cache else 0
 
-    def _first_needed(self, position: int) -> int:
-        """The first token that a query at this position sees."""
-        return 0 if self.window is None else max(position - self.window + 1, 0)
-
-    def _match(self, prompt: Prompt) -> tuple[list[Chain], list[int]]:
-        """The known chains of a prompt, and the token counts at which every block that is needed is held."""
-        size, depths, held = self.block_size, [0], 0
-        contents = block_contents(prompt.tokens[: self._shareable(prompt) * size], media=prompt.media)
-        chains = list(self._index.walk(self._index.root(prompt), contents, size))
-        for full, chain in enumerate(chains, 1):
-            held = held + 1 if chain.holders else 0
-            if held >= full - self._first_needed(full * size) // size:
-                depths.append(full * size)
-        return chains, depths
-
 
 def _held(blocks: Sequence[int | None]) -> list[int]:
     return [block for block in blocks if block is not None]
-
-
-def _last(table: BlockTable) -> int:
-    return cast("int", table.blocks[-1])  # where there is room in it: a window lets go of full blocks only

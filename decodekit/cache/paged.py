@@ -100,6 +100,7 @@ class PagedCache(Cache):
         self._checkpoints = Checkpoints(max_checkpoints)
         self._book = RowBook(
             self.groups,
+            block_size,
             recurrent=bool(self._state_layers),
             checkpoint=checkpoint if prefix_cache else None,
             checkpoints=self._checkpoints,
@@ -111,6 +112,7 @@ class PagedCache(Cache):
     @property
     def rows(self) -> list[Row]:
         """The rows, in the order of the batch; read only."""
+        self._settle_if_complete()
         return self._book.rows
 
     def open(self, prompts: Sequence[Prompt | Sequence[int]]) -> list[int]:
@@ -424,22 +426,22 @@ class PagedCache(Cache):
         return step
 
     def _touch(self, layer: int | None, asks: str) -> None:
-        if self._step is None and not self.rows:
+        if self._step is None and not self._book.rows:
             return
         if layer is not None:
-            self._running(len(self.rows), layer, asks=asks)
+            self._running(len(self._book.rows), layer, asks=asks)
         elif self._step is None:
-            self._step = self._begin_unannounced(len(self.rows))
+            self._step = self._begin_unannounced(len(self._book.rows))
 
     def _begin_unannounced(self, batch: int) -> Step:
-        if any(row.prompt is not None for row in self.rows):
+        if any(row.prompt is not None for row in self._book.rows):
             raise InputError("the rows of this cache were opened by name; begin a step before each forward")
-        if opened := not self.rows:
+        if opened := not self._book.rows:
             self._use_names(False)
             self._book.open_unknown(batch)
-        elif batch != len(self.rows):
-            raise InputError(f"the model was given {batch} rows; the cache has {len(self.rows)} (reset it for a new batch)")
-        step = self._step = Step(self, self.rows, None, opened=opened)
+        elif batch != len(self._book.rows):
+            raise InputError(f"the model was given {batch} rows; the cache has {len(self._book.rows)} (reset it for a new batch)")
+        step = self._step = Step(self, self._book.rows, None, opened=opened)
         step.load(self.layers)
         return step
 
@@ -470,6 +472,10 @@ class PagedCache(Cache):
                 self._undo(step)
             else:
                 self._finish(step)
+
+    def _settle_if_complete(self) -> None:
+        if (step := self._step) is not None and not step.explicit and not self._missing(step):
+            self._finish(step)
 
     def _finish(self, step: Step) -> None:
         stale = {id(row.state.batch): row.state.batch for row in step.rows if row.state is not None}
@@ -504,14 +510,12 @@ class PagedCache(Cache):
 
     def _rearrange(self, parents: list[int]) -> None:
         self._check_idle("reordering")
-        if self.rows:
+        if self._book.rows:
             self._book.fork(parents)
 
     def _lengths(self) -> list[int]:
         if self._step is not None and self._step.explicit:
             return self._step.lengths
-        if self._step is not None and not self._missing(self._step):
-            self._settle()
         return [row.length for row in self.rows]
 
     # Small things
@@ -523,10 +527,10 @@ class PagedCache(Cache):
 
     def _use_names(self, named: bool) -> None:
         """Rows whose tokens are known can be reused, others cannot: an empty cache changes from one kind to the other."""
-        if any((row.prompt is not None) != named for row in self.rows):
+        if any((row.prompt is not None) != named for row in self._book.rows):
             raise InputError("the rows of this cache were made by a forward without names; reset it before opening prompts")
         for group in self.groups:
-            if not self.rows and group.pool.prefix_cache != (named and self._prefix_cache):
+            if not self._book.rows and group.pool.prefix_cache != (named and self._prefix_cache):
                 group.renew(prefix_cache=named and self._prefix_cache)
 
     def _new_store(self, number: int, keys: Tensor, values: Tensor) -> KVStore:

@@ -6,7 +6,7 @@ one object, so ``is`` compares whole prefixes, and no collision of hashes can se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, TypeAlias
@@ -60,9 +60,14 @@ class PrefixIndex:
 
     A chain outlives the eviction of its blocks while a longer one lives: a sliding window needs only the last blocks of
     a prefix, and finds them through the chains of those it let go.
+
+    Args:
+        block_size: tokens a block.
+        window: tokens a query sees, itself included; ``None`` for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int, window: int | None = None) -> None:
+        self._block_size, self._window = block_size, window
         self._chains: WeakValueDictionary[tuple[Chain | None, tuple[Hashable, ...]], Chain] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -79,14 +84,29 @@ class PrefixIndex:
             chain = self._chains[parent, contents] = Chain(parent, contents)
         return chain
 
-    def walk(self, root: Chain, contents: Sequence[Hashable], block_size: int) -> Iterator[Chain]:
-        """The known chains that ``contents`` begin with, one a full block, shortest first, until one is unknown."""
-        chain: Chain | None = root
-        for start in range(0, len(contents) - block_size + 1, block_size):
-            chain = self._chains.get((chain, tuple(contents[start : start + block_size])))
+    def first_needed(self, position: int) -> int:
+        """The first token that a query at this position sees."""
+        return 0 if self._window is None else max(position - self._window + 1, 0)
+
+    def match(self, prompt: Prompt, most: int) -> tuple[list[Chain], list[int]]:
+        """What is known of the first ``most`` full blocks of a prompt.
+
+        Returns:
+            the known chains that it begins with, shortest first, and the numbers of tokens, ascending from 0, at which
+            every block that the next token sees is held.
+        """
+        size, chains, depths, held = self._block_size, list[Chain](), [0], 0
+        contents = block_contents(prompt.tokens[: most * size], media=prompt.media)
+        chain: Chain | None = self.root(prompt)
+        for depth in range(size, most * size + 1, size):
+            chain = self._chains.get((chain, tuple(contents[depth - size : depth])))
             if chain is None:
-                return
-            yield chain
+                break
+            chains.append(chain)
+            held = held + 1 if chain.holders else 0
+            if held * size >= depth - self.first_needed(depth) // size * size:
+                depths.append(depth)
+        return chains, depths
 
 
 def block_contents(tokens: Sequence[int], start: int = 0, media: Sequence[Media] = ()) -> list[Hashable]:

@@ -24,7 +24,7 @@ class QuantizedStore:
     token changes the range of a channel, the earlier keys of that channel lose up to half a step once more.
 
     A number's error is that of ``quantize`` in ``kernels/kv_quantize``: half a step of its group. NaN or infinity in an
-    integer kind makes its group NaN (a key: that channel of its head in the block; a value: that head of its token), and
+    integer kind spreads over its group (a key: that channel of its head in the block; a value: that head of its token), and
     nothing else.
 
     Args:
@@ -84,6 +84,7 @@ class QuantizedStore:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, [n] int64 each; no block is both a source and a target. Codes are copied as they are."""
+        source, target = source.to(self._places.device), target.to(self._places.device)
         self._places[target] = -1
         places = self._places[source]
         quantized, residual = places < 0, places >= 0
@@ -96,6 +97,7 @@ class QuantizedStore:
 
     def seal(self, blocks: Tensor) -> None:
         """Quantize these blocks, [n] int64, which are full of committed tokens; those that are quantized stay as they are."""
+        blocks = blocks.to(self._places.device)
         residual = blocks[self._places[blocks] >= 0]
         for quantized, pool in zip(self._quantized, self._residual, strict=True):
             quantized.write(residual, pool[self._places[residual]])
@@ -103,7 +105,7 @@ class QuantizedStore:
 
     def release(self, blocks: Tensor) -> None:
         """What these blocks, [n] int64, have in full precision is no longer needed: they were sealed or freed."""
-        self._places[blocks] = -1
+        self._places[blocks.to(self._places.device)] = -1
         residual = (self._places >= 0).nonzero().squeeze(1)
         if len(self._residual[0]) > 2 * len(residual) + 1:
             with torch.inference_mode(False):

@@ -55,9 +55,10 @@ class RowBook:
 
     Args:
         groups: the cache groups; none for a model without attention.
+        block_size: tokens a block.
         recurrent: whether the model has recurrent states.
         checkpoint: where states are saved for later prompts: at the ``prompt``'s last block boundary, every so many
-            tokens, or nowhere.
+            tokens (whole blocks, rounded up), or nowhere.
         checkpoints: the saved states.
 
     Attributes:
@@ -68,12 +69,18 @@ class RowBook:
     def __init__(
         self,
         groups: Sequence[Group],
+        block_size: int,
         *,
         recurrent: bool,
         checkpoint: Literal["prompt"] | int | None,
         checkpoints: Checkpoints,
     ) -> None:
-        self._groups, self._recurrent, self._checkpoint = groups, recurrent, checkpoint
+        if isinstance(checkpoint, int):
+            if checkpoint < 1:
+                raise InputError(f"checkpoint is {checkpoint}; save states every 1 or more tokens, at 'prompt' or None")
+            checkpoint = -(-checkpoint // block_size) * block_size
+        self._groups, self._block_size = groups, block_size
+        self._recurrent, self._checkpoint = recurrent, checkpoint
         self._checkpoints = checkpoints
         self.rows: list[Row] = []
         self.recording = False
@@ -205,12 +212,10 @@ class RowBook:
         """The length at which this row's states are to be saved next."""
         if not self._recurrent or row.prompt is None or self._checkpoint is None:
             return None
-        size = max((group.pool.block_size for group in self._groups), default=1)
         if self._checkpoint == "prompt":
-            place = (len(row.prompt.tokens) - 1) // size * size
+            place = self._last_boundary(row.prompt)
             return place if place > row.length else None
-        every = -(-self._checkpoint // size) * size
-        return (row.length // every + 1) * every
+        return (row.length // self._checkpoint + 1) * self._checkpoint
 
     def _open(self, prompt: Prompt) -> Row:
         depths = self._checkpoints.depths(prompt) if self._recurrent else None
@@ -272,13 +277,17 @@ class RowBook:
     def _save(self, row: Row) -> None:
         if row.state is None or row.prompt is None or self._checkpoint is None or not row.length:
             return
-        size = max((group.pool.block_size for group in self._groups), default=1)
-        every = -(-self._checkpoint // size) * size if isinstance(self._checkpoint, int) else None
-        if (every is not None and row.length % every == 0) or (
-            every is None and row.length == (len(row.prompt.tokens) - 1) // size * size
+        if (
+            row.length == self._last_boundary(row.prompt)
+            if self._checkpoint == "prompt"
+            else row.length % self._checkpoint == 0
         ):
             chain = row.tables[0].chain if row.tables else None
             self._checkpoints.save(replace(row.prompt, tokens=row.tokens), chain, row.state)
+
+    def _last_boundary(self, prompt: Prompt) -> int:
+        """The last place in a prompt where a block ends and a token is left to compute."""
+        return (len(prompt.tokens) - 1) // self._block_size * self._block_size
 
     def _compact(self, batch: StateBatch) -> None:
         """Rows that were not in the step no longer keep the states of those that were."""

@@ -50,8 +50,13 @@ class Step:
         self._copies: list[list[list[Copy]]] = []
 
     @property
-    def attention_mask(self) -> Tensor:
-        """[R, T] int64, T the longest row with its new tokens: 1 for tokens, 0 for the pads on the left."""
+    def attention_mask(self) -> Tensor | None:
+        """[R, T] int64, T the longest row with its new tokens: 1 for tokens, 0 for the pads on the left.
+
+        ``None`` for a model without attention: no pad ever reaches a state, and Mamba takes no mask of cached tokens.
+        """
+        if not self._cache.groups:
+            return None
         longest = max(self.lengths)
         columns = torch.arange(longest + self.query_length)
         starts = torch.tensor([longest - length for length in self.lengths])

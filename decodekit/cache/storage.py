@@ -40,6 +40,8 @@ class KVStore(Protocol):
 class FullStore:
     """K/V as they are: a tensor for the keys and one for the values, in full precision.
 
+    All slots of a head lie together, so that what is gathered has the layout that attention reads fastest.
+
     Args:
         num_blocks: blocks of the pool.
         block_size: tokens a block.
@@ -51,29 +53,41 @@ class FullStore:
     def __init__(
         self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None
     ) -> None:
-        slots = num_blocks * block_size
         self._block_size, self._dtype = block_size, keys.dtype
-        self.keys = torch.empty((slots, *keys.shape[1:]), dtype=dtype or keys.dtype, device=keys.device)
-        self.values = torch.empty((slots, *values.shape[1:]), dtype=dtype or values.dtype, device=values.device)
+        self._keys, self._values = (
+            torch.empty((new.shape[1], num_blocks * block_size, new.shape[2]), dtype=dtype or new.dtype, device=new.device)
+            for new in (keys, values)
+        )
+
+    @property
+    def keys(self) -> Tensor:
+        """[slots, H, D], a view that is contiguous in its last dimension."""
+        return self._keys.transpose(0, 1)
+
+    @property
+    def values(self) -> Tensor:
+        """[slots, H, Dv], a view that is contiguous in its last dimension."""
+        return self._values.transpose(0, 1)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See :class:`KVStore`."""
-        self.keys.index_copy_(0, slots, keys.to(self.keys.dtype))
-        self.values.index_copy_(0, slots, values.to(self.values.dtype))
+        for stored, new in ((self._keys, keys), (self._values, values)):
+            stored.index_copy_(1, slots, new.transpose(0, 1).to(stored.dtype))
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`KVStore`."""
         flat = slots.flatten()
         keys, values = (
-            stored.index_select(0, flat).unflatten(0, slots.shape).to(self._dtype) for stored in (self.keys, self.values)
+            stored.index_select(1, flat).unflatten(1, slots.shape).permute(1, 2, 0, 3).to(self._dtype)
+            for stored in (self._keys, self._values)
         )
         return keys, values
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See :class:`KVStore`."""
-        for stored in (self.keys, self.values):
-            blocks = stored.view(-1, self._block_size, *stored.shape[1:])
-            blocks[target] = blocks[source]
+        for stored in (self._keys, self._values):
+            blocks = stored.unflatten(1, (-1, self._block_size))
+            blocks[:, target] = blocks[:, source]
 
     def seal(self, blocks: Tensor) -> None:
         """Full precision has nothing to do for a full block."""
@@ -81,4 +95,4 @@ class FullStore:
     @property
     def nbytes(self) -> int:
         """See :class:`KVStore`."""
-        return self.keys.nbytes + self.values.nbytes
+        return self._keys.nbytes + self._values.nbytes

@@ -1,6 +1,7 @@
 """Tiny random models of many architectures, with weights so wide that a wrong cache shows in the logits."""
 
 import functools
+import inspect
 
 import torch
 import transformers
@@ -28,6 +29,8 @@ _DELTA = {
     "linear_num_value_heads": 4,
 }
 _MAMBA2 = {"mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+# Their one-token forward does not clamp time steps from below, as that of several tokens does.
+_NO_CLAMP = {"time_step_min": 1e-9}
 _MLA = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -87,6 +90,7 @@ FAMILIES = {
         "NemotronH",
         {
             "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],
+            **_NO_CLAMP,
             "ssm_state_size": 8,
             "mamba_num_heads": 8,
             "mamba_head_dim": 8,
@@ -108,16 +112,17 @@ FAMILIES = {
             "mamba_ngroups": 2,
             "chunk_size": 8,
             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            **_NO_CLAMP,
             "num_mem_blocks": 1,
         },
     ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
 }
-CHUNKED = ("qwen3_5",)
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 @functools.cache
-def family_model(name, dtype=torch.float32):
+def family_model(name):
     """A model of one family, in evaluation mode."""
     prefix, own = FAMILIES[name]
     config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
@@ -125,7 +130,47 @@ def family_model(name, dtype=torch.float32):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and weight.std() < 0.1 and "A_log" not in name:
+        for parameter, weight in model.named_parameters():
+            if weight.dim() > 1 and weight.std() < 0.1 and "A_log" not in parameter:
                 torch.nn.init.normal_(weight, std=0.3)
-    return model.to(dtype).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
+
+
+def forward(model, input_ids, cache=None, **inputs):
+    """Logits [R, q, V], with ``cache`` under the name that this model has for it."""
+    parameters = inspect.signature(model.forward).parameters
+    known = {name: value for name, value in inputs.items() if name in parameters}
+    if cache is not None:
+        known[next(name for name in CACHE_NAMES if name in parameters)] = cache
+    return model(torch.as_tensor(input_ids), use_cache=cache is not None, **known).logits
+
+
+class Loop:
+    """Forwards named rows of a paged cache, as few tokens a step as the model needs, and keeps their logits."""
+
+    def __init__(self, model, cache):
+        self.model, self.cache = model, cache
+
+    def open(self, *prompts):
+        """Rows for prompts; gives their numbers."""
+        return self.cache.open([list(prompt) for prompt in prompts])
+
+    def step(self, rows, tokens):
+        """One step; logits [R, q, V]."""
+        with self.cache.begin(rows, tokens) as step:
+            return forward(
+                self.model, tokens, self.cache, attention_mask=step.attention_mask, position_ids=step.position_ids
+            )
+
+    def extend(self, rows, tokens):
+        """Forward [R][q] tokens in as many steps as it takes; logits [R, q, V]."""
+        logits, done = [], 0
+        while done < len(tokens[0]):
+            count = min(self.cache.max_query(row, len(tokens[0]) - done) for row in rows)
+            logits.append(self.step(rows, [ids[done : done + count] for ids in tokens]))
+            done += count
+        return torch.cat(logits, dim=1)
+
+    def prefill(self, row, prompt):
+        """Forward what the cache does not have of a prompt; logits of those tokens, [q, V]."""
+        return self.extend([row], [list(prompt)[self.cache.rows[row].length :]])[0]

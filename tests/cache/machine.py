@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decodekit.cache.allocator import OutOfBlocks
-from decodekit.cache.blocks import BlockPool
+from decodekit.cache.blocks import BlockPool, Copy
 from decodekit.cache.prefix import Prompt
 from decodekit.core.errors import InputError
 from tests.cache.interrupts import Interrupted, failing_take, interrupted, state
@@ -98,28 +98,25 @@ class PoolMachine(RuleBasedStateMachine):
         return row
 
     def make_room(
-        self, row: Row, count: int, at_line: int | None = None, fail_at: int | None = None, late: bool = False
-    ) -> bool:
-        """Whether there is room now."""
-        pool, table, before = self.pool, row.table, self.state()
-        needed, last, _ = self.model.demand(row, count)
-        assert pool.blocks_needed(table, count) == needed
+        self, rows: list[Row], count: int, at_line: int | None = None, fail_at: int | None = None, late: bool = False
+    ) -> list[list[Copy]] | None:
+        """The copies that are to be done, if there is room now; where there is none, the oldest row is preempted."""
+        pool, tables, before = self.pool, [row.table for row in rows], self.state()
+        needed = self.model.demand(rows, count)
         fits = needed <= len(self.model.free()) + len(self.model.idle)
         assert pool.can_allocate(needed) == fits
         if not fits or (fail_at is not None and fail_at < needed):
             with failing_take(pool, fail_at, late), pytest.raises((OutOfBlocks, Interrupted)):
-                pool.append(table, count)
+                pool.append_together(tables, count)
             assert self.state() == before, "a failed append leaves no trace"
-            if fits:
-                return False
-            self.retire(next(other for other in self.model.rows if other is not row or len(self.model.rows) == 1))
-            return row in self.model.rows and self.make_room(row, count)
-        simple = not needed and last not in self.model.sealed  # nothing to undo
-        copies = self.attempt(lambda: pool.append(table, count), None if simple else at_line)
+            if not fits:
+                self.retire(self.model.rows[0])
+            return None
+        copies = self.attempt(lambda: pool.append_together(tables, count), at_line)
         if copies is INTERRUPTED:
-            return False
-        self.model.appended(row, count, copies)
-        return True
+            return None
+        self.model.appended(rows, count, copies)
+        return copies
 
     def write(self, row: Row, tokens: list[int], accepted: int, at_line: int | None = None) -> None:
         """Write tokens where there is room, and commit the first of them."""
@@ -128,9 +125,18 @@ class PoolMachine(RuleBasedStateMachine):
         if self.attempt(lambda: self.pool.commit(row.table, kept), at_line) is not INTERRUPTED:
             self.model.committed(row, kept)
 
-    def compute(self, row: Row, tokens: list[int], **failure) -> None:
-        if self.make_room(row, max(len(row.tokens) + len(tokens) - row.length, 0), **failure):
-            self.write(row, tokens, len(tokens))
+    def compute(self, row: Row, tokens: list[int], at_line: int | None = None, **failure) -> bool:
+        """Whether there was room for the tokens, in the end; then they are written and committed."""
+        while row in self.model.rows:
+            if (copies := self.make_room([row], self.missing(row, tokens), at_line, **failure)) is not None:
+                self.model.copy(copies[0])
+                self.write(row, tokens, len(tokens))
+                return True
+            at_line, failure = None, {}
+        return False
+
+    def missing(self, row: Row, tokens: list[int]) -> int:
+        return max(len(row.tokens) + len(tokens) - row.length, 0)
 
     def truncate_to(self, row: Row, length: int, at_line: int | None = None) -> None:
         if self.attempt(lambda: self.pool.truncate(row.table, length), at_line) is not INTERRUPTED:
@@ -176,11 +182,31 @@ class PoolMachine(RuleBasedStateMachine):
     def verify_draft(self, data, tokens, at_line, kept):
         """Room for a draft, part of which is accepted; the rest is rolled back, or its room kept."""
         row = self.draw_row(data)
-        spare = row.length - len(row.tokens)
-        if self.make_room(row, max(len(tokens) - spare, 0), at_line):
+        copies = self.make_room([row], self.missing(row, tokens), at_line)
+        if copies is not None:
+            self.model.copy(copies[0])
             self.write(row, tokens, data.draw(st.integers(0, len(tokens))), at_line)
             if not kept:
                 self.truncate_to(row, len(row.tokens))
+
+    @precondition(has_rows)
+    @rule(data=st.data(), failure=FAILURE)
+    def step(self, data, failure):
+        """A token for every row. It may fail at any place: before the copies, after some rows were committed."""
+        rows = [row for row in self.model.rows if row.length == len(row.tokens)]
+        lengths = [row.length for row in rows]
+        copies = self.make_room(rows, 1, **failure)
+        if copies is None:
+            return
+        committed = data.draw(st.integers(-1, len(rows)) | st.just(len(rows)))
+        for place, (row, copied) in enumerate(zip(rows, copies, strict=True)):
+            if committed >= 0:
+                self.model.copy(copied)
+            self.write(row, [place % 2], place < committed)
+        if committed < len(rows):
+            for row, length, copied in zip(rows, lengths, copies, strict=True):
+                self.pool.retract(row.table, length, copied)
+                self.model.truncated(row, length, copied)
 
     @precondition(lambda self: has_rows(self) and has_space(self))
     @rule(data=st.data(), at_line=AT_LINE, branches=st.tuples(TOKENS, TOKENS), failure=FAILURE)

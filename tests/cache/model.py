@@ -7,6 +7,7 @@ up to it. It predicts which blocks are hit, taken, kept and evicted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,15 +87,25 @@ class Model:
         most = max(len(row.prompt.tokens) - 1, 0) // self.size if self.prefix_cache else 0
         self._count(hits=len(hits), misses=most - row.length // self.size)
 
-    def demand(self, row: Row, count: int) -> tuple[int, int | None, bool]:
-        """For room for more tokens: blocks needed, the last block if tokens go into it, whether it must be copied."""
+    def demand(self, rows: list[Row], count: int) -> int:
+        """Blocks needed to make room in all rows: of those that share a last block, one may write into it."""
+        references, writers = (
+            self.references(),
+            Counter(row.blocks[-1] for row in rows if count and row.length % self.size),
+        )
+        copied = sum(many - (many == references[block]) for block, many in writers.items())
+        return copied + sum(self.blocks_of(row.length + count) - len(row.blocks) for row in rows)
+
+    def appended(self, rows: list[Row], count: int, copies: list[list[Copy]]) -> None:
+        for row, copied in sorted(zip(rows, copies, strict=True), key=lambda pair: pair[0].length):
+            self._appended(row, count, copied)
+
+    def _appended(self, row: Row, count: int, copies: list[Copy]) -> None:
+        """Check the blocks that were taken against those that had to be."""
         last = row.blocks[-1] if count and row.length % self.size else None
         copied = last is not None and self.references()[last] > 1
-        return self.blocks_of(row.length + count) - len(row.blocks) + copied, last, copied
-
-    def appended(self, row: Row, count: int, copies: list[Copy]) -> None:
-        """Check the blocks that were taken against those that had to be, and execute the copies."""
-        needed, last, copied = self.demand(row, count)
+        needed = self.demand([row], count)
+        assert [source for source, _ in copies] == [last] * copied, "a block is copied if another row has it"
         free, victims = self.free(), self.idle[: max(needed - len(self.free()), 0)]
         kept = len(row.blocks) - copied
         taken = [block for block in row.table.blocks[kept:] if block is not None]
@@ -105,12 +116,14 @@ class Model:
         self.idle = self.idle[len(victims) :]
         for block in taken:
             self._poison(block)
-        for source, target in copies:
-            self.storage[target] = list(self.storage[source])
         if last is not None and not copied:
             self.sealed.pop(last, None)
         row.blocks, row.length = list(row.table.blocks), row.length + count
         self._count(allocated=needed, evictions=len(victims), copies=int(copied))
+
+    def copy(self, copies: list[Copy]) -> None:
+        for source, target in copies:
+            self.storage[target] = list(self.storage[source])
 
     def write(self, row: Row, tokens: list[int], slots: list[int]) -> None:
         history = [*row.tokens, *tokens]
@@ -129,9 +142,9 @@ class Model:
             Row(table, row.prompt, row.tokens.copy(), row.length, row.blocks.copy(), row.sinks, row.needed_from)
         )
 
-    def truncated(self, row: Row, length: int) -> None:
-        kept = self.blocks_of(length)
-        surplus, row.blocks = row.blocks[kept:], row.blocks[:kept]
+    def truncated(self, row: Row, length: int, copies: Sequence[Copy] = ()) -> None:
+        kept = self.blocks_of(length) - len(copies)
+        surplus, row.blocks = row.blocks[kept:], [*row.blocks[:kept], *(source for source, _ in copies)]
         row.tokens, row.length, row.needed_from = row.tokens[:length], length, min(row.needed_from, length)
         self._given_up(surplus)
 

@@ -84,8 +84,8 @@ def own_logits(model, sequences, steps):
     for ids in sequences:
         cache, logits, start = DynamicCache(config=model.config), [], 0
         for count in [len(ids) - sum(steps), *steps]:
-            step = torch.tensor([ids[start : start + count]])
-            logits.append(model(step, **{CACHE_KEY: cache}).logits[0])
+            places = torch.arange(start, start + count)[None]
+            logits.append(model(torch.tensor(ids)[places], position_ids=places, **{CACHE_KEY: cache}).logits[0])
             start += count
         rows.append(torch.cat(logits))
     return rows
@@ -219,9 +219,10 @@ def test_mla_is_refused_with_its_reason(family) -> None:
     [
         ("gemma3n_text", {"num_kv_shared_layers": 2}, "layers that attend to other layers' K/V"),
         ("llama4_text", {}, "attends in chunks"),
+        ("diffllama", {}, "exchanges halves of its values"),
     ],
 )
-def test_other_layers_kv_and_chunks_are_refused(kind, options, reason) -> None:
+def test_models_that_do_not_attend_to_what_they_cache_are_refused(kind, options, reason) -> None:
     with pytest.raises(Refused, match=reason):
         check_config(CONFIG_MAPPING[kind](**options))
 

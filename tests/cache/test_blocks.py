@@ -64,7 +64,6 @@ def test_forks_share_until_they_diverge_then_all_but_the_last_owner_copy():
     assert pool.used_blocks == 13
     shared = root.blocks[-1]
     for number, table in enumerate(forks[:-1], 1):
-        assert pool.blocks_needed(table, 1) == 1
         assert write(pool, table, [7]) == [Copy(shared, table.blocks[-1])]
         assert table.blocks[:-1] == forks[-1].blocks[:-1]
         assert pool.used_blocks == 13 + number

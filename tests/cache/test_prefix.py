@@ -14,19 +14,21 @@ def cached(pool, tokens, **other):
 
 
 def test_equal_chains_are_one_object_and_are_forgotten_with_their_last_user():
-    index = PrefixIndex()
+    index = PrefixIndex(2)
     root = index.root(Prompt([], salt="a"))
     assert index.root(Prompt([1], salt="a")) is root
     assert index.root(Prompt([], salt=b"a")) is not root
     long = index.child(index.child(root, (1, 2)), (3, 4))
-    assert list(index.walk(root, [1, 2, 3, 4, 5], 2)) == [long.parent, long]
+    assert index.match(Prompt([1, 2, 3, 4, 5], salt="a"), 2) == ([long.parent, long], [0])
+    long.parent.holders = (7,)
+    assert index.match(Prompt([1, 2, 3, 4, 5], salt="a"), 2) == ([long.parent, long], [0, 2])
     assert len(index) == 3
     del long, root
     assert len(index) == 0
 
 
 def test_a_chain_of_any_length_is_forgotten():
-    index = PrefixIndex()
+    index = PrefixIndex(1)
     chain = index.root(Prompt([]))
     for token in range(50 * sys.getrecursionlimit()):
         chain = index.child(chain, (token,))

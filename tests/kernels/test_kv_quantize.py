@@ -122,9 +122,9 @@ def test_a_nan_stays_visible_in_its_group_alone(kind: str, bad: float) -> None:
     clean = round_trip(numbers, 1, kind)
     numbers[1, 2, 0, 3] = bad
     result = round_trip(numbers, 1, kind)
-    assert result[1, :, 0, 3].isnan().all()
-    clean[1, :, 0, 3] = math.nan
-    assert torch.equal(result.nan_to_num(9e9), clean.nan_to_num(9e9))
+    assert not result[1, :, 0, 3].isfinite().any()
+    clean[1, :, 0, 3] = result[1, :, 0, 3] = 0
+    assert torch.equal(result, clean)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -145,10 +145,9 @@ def test_float32_beyond_float16_is_cut_not_infinite() -> None:
     assert result.tolist() == [[65504, 65504, 3], [65504] * 3, [-65504] * 3]
 
 
-def test_first_code_is_in_the_lowest_bits() -> None:
-    numbers = torch.tensor([[0.0, 15.0, 3.0]])
-    codes, scales = quantize(numbers, -1, "int4")
-    assert codes.tolist() == [[0xF0, 0x03]]
+def test_parts_of_a_row_lie_above_each_other_in_its_bytes() -> None:
+    codes, scales = quantize(torch.tensor([[0.0, 1.0, 2.0, 15.0, 3.0]]), -1, "int4")
+    assert codes.tolist() == [[0xF0, 0x31, 0x02]]
     assert scales.flatten().tolist() == [0, 15]
     codes, _ = quantize(torch.tensor([[0.0, 1.0, 2.0, 3.0, 3.0]]), -1, "int2")
-    assert codes.tolist() == [[0b11100100, 0b11]]
+    assert codes.tolist() == [[0b111000, 0b1101]]

@@ -6,10 +6,10 @@ say the same less well: rounded to 8 bits of significand, a scale is off by half
 power of two, so that scaling never rounds.
 
 Quantizing what was dequantized changes nothing: ``dequantize(quantize(y)) == y`` for every ``y`` that ``dequantize``
-returned. The ends of a group are numbers of the group, or (float32) of float16 inside its range, and codes 0 and L give
-them back exactly, so that they are the ends of ``y`` too; and each code is chosen by what it dequantizes to, after
-rounding to the dtype, so that for a number of ``y`` a code at distance 0 wins. It is among the three tried: where rounding
-to the dtype moves a level, it moves it to the nearest number of the dtype, as it does every nearer level on that side.
+returned. The ends of a group are numbers of the group, or (float32) of float16 inside its range, and the first and last
+level give them back exactly, so that they are the ends of ``y`` too. A number x became y because level p is within half a
+step of x, and y is the number of the dtype that is nearest to p; x is one as well, so ``|p - y| <= |p - x|``, and p is
+within half a step of y. In FP8 the power of two of ``y`` is that of the group, or half of it: its codes are exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def quantize(numbers: Tensor, dim: int, kind: str) -> tuple[Tensor, Tensor]:
     group, whichever is more, down to ``2**-24``; and a group is cut at 65504, the largest float16. FP8: at most ``2**-4``
     of a number, and ``2**-17`` of the largest of its group.
 
-    Integers have no code for NaN or infinity: one of them makes its whole group NaN, none else. In FP8 it alone is NaN.
+    Integers have no code for NaN or infinity: one of them makes its whole group NaN or infinite, none else. In FP8 it alone is NaN.
 
     Args:
         numbers: [..., D] of any floating dtype.
@@ -43,7 +43,7 @@ def quantize(numbers: Tensor, dim: int, kind: str) -> tuple[Tensor, Tensor]:
         kind: ``int8``, ``fp8``, ``int4`` or ``int2``.
 
     Returns:
-        codes: [..., ceil(D * bits / 8)] uint8; the first of a byte's codes is in its lowest bits.
+        codes: [..., B] uint8, B = ceil(D * bits / 8); number d is in byte ``d % B``, from bit ``d // B * bits`` on.
         scales: [S, ...], 1 along ``dim``, of 2 bytes each. Integers: lowest and highest number, in the dtype of
             ``numbers`` (float16 where that is wider). FP8: the power of two, in bfloat16.
     """
@@ -52,14 +52,9 @@ def quantize(numbers: Tensor, dim: int, kind: str) -> tuple[Tensor, Tensor]:
         return _quantize_fp8(exact, dim)
     levels = 2 ** BITS[kind] - 1
     low, high = _ends(exact, dim, numbers.dtype if numbers.itemsize == 2 else torch.float16)
-    nearest = ((exact - low) / (high.float() - low) * levels).round()
-    codes, error = torch.zeros_like(exact), torch.full_like(exact, math.inf)
-    for shift in (0, -1, 1):
-        candidate = (nearest + shift).clamp(0, levels)
-        distance = (_interpolate(low, high, candidate, levels).to(numbers.dtype).float() - exact).abs()
-        # Never true for NaN, which therefore cannot reach the bits of the codes beside it.
-        closer = distance < error
-        codes, error = torch.where(closer, candidate, codes), torch.where(closer, distance, error)
+    steps = (exact - low) / (high.float() - low) * levels
+    # NaN: a constant group, where every code is right, or one with a NaN, which must not reach the codes beside it.
+    codes = steps.round().clamp(0, levels).nan_to_num(0)
     return _pack(codes.byte(), BITS[kind]), torch.stack((low, high))
 
 
@@ -80,13 +75,10 @@ def dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torc
         # Rounding up to 4 bits may pass the largest number of the dtype.
         limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         return (codes.view(_FP8).float() * scales[0].float()).clamp_(-limit, limit).to(dtype)
-    levels = 2 ** BITS[kind] - 1
-    return _interpolate(scales[0], scales[1], _unpack(codes, BITS[kind], width), levels).to(dtype)
-
-
-def _interpolate(low: Tensor, high: Tensor, codes: Tensor, levels: int) -> Tensor:
-    """The levels of these codes in float32; exactly ``low`` at the first, ``high`` at the last."""
-    return torch.lerp(low.float(), high.float(), codes.float() / levels)
+    low, high = scales.float()
+    share = _unpack(codes, BITS[kind], width).float().div_(2 ** BITS[kind] - 1)
+    # Not low + share * (high - low), which misses the high end by what the difference lost.
+    return (1 - share).mul_(low).add_(share.mul_(high)).to(dtype)
 
 
 def _ends(numbers: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -114,16 +106,12 @@ def _quantize_fp8(numbers: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
+    parts = 8 // bits
+    width = -(-codes.shape[-1] // parts)
+    padded = pad(codes, (0, width * parts - codes.shape[-1])).unflatten(-1, (parts, width))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    count = -(-codes.shape[-1] // len(shifts))
-    padded = pad(codes, (0, count * len(shifts) - codes.shape[-1]))
-    return (padded.unflatten(-1, (count, len(shifts))) << shifts).sum(-1, dtype=torch.uint8)
+    return (padded << shifts.unsqueeze(1)).sum(-2, dtype=torch.uint8)
 
 
 def _unpack(codes: Tensor, bits: int, width: int) -> Tensor:
-    if bits == 8:
-        return codes
-    parts = [codes >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
-    return torch.stack(parts, -1).flatten(-2)[..., :width]
+    return torch.cat([codes >> shift & 2**bits - 1 for shift in range(0, 8, bits)], -1)[..., :width]
