@@ -32,9 +32,10 @@ def read_prompts(path: Path | None, limit: int | None) -> list[str]:
     if path is None:
         return list(DEFAULT[:limit])
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"the data file {str(path)!r} cannot be read: {error.strerror}") from error
+        # Not splitlines: it also cuts at U+2028 and others, which JSON leaves as they are.
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"the data file {str(path)!r} cannot be read: {error}") from error
     prompts = []
     for number, line in enumerate(lines[:limit], start=1):
         try:

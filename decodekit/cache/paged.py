@@ -173,14 +173,13 @@ class PagedCache(Cache):
             )
         if attention_mask is not None:
             self._check_mask(attention_mask, [row.length for row in chosen], query_length)
-        step = Step(self, chosen, [list(ids) for ids in tokens])
-        self._reserve(step, query_length)
+        step = self._step = Step(self, chosen, [list(ids) for ids in tokens])
         try:
+            self._reserve(step, query_length)
             step.load(self.layers)
         except BaseException:
-            step.undo(self.groups, self.layers)
+            self._undo(step)
             raise
-        self._step = step
         return step
 
     def commit(self) -> None:
@@ -192,7 +191,9 @@ class PagedCache(Cache):
         if self._step is None or not self._step.explicit:
             raise InputError("commit without a step; begin one, and forward its tokens")
         if missing := self._missing(self._step):
-            raise InputError(f"layers {missing} were not forwarded in this step; commit after the model has run, or abort")
+            raise InputError(
+                f"layers {missing} were not forwarded in this step; commit after the model has run, or abort"
+            )
         self._finish(self._step)
 
     def abort(self) -> None:
@@ -275,7 +276,11 @@ class PagedCache(Cache):
         batch, query_length = key_states.shape[0], key_states.shape[2]
         step = self._running(batch, layer_idx, written=True)
         if not step.query_length:
-            self._reserve(step, query_length)
+            try:
+                self._reserve(step, query_length)
+            except BaseException:
+                self._undo(step)
+                raise
         if (batch, query_length) != (len(step.rows), step.query_length):
             raise InputError(
                 f"the model was given {batch} rows of {query_length} tokens; the step has {len(step.rows)} rows of "
@@ -440,19 +445,17 @@ class PagedCache(Cache):
             self._use_names(False)
             self._book.open_unknown(batch)
         elif batch != len(self._book.rows):
-            raise InputError(f"the model was given {batch} rows; the cache has {len(self._book.rows)} (reset it for a new batch)")
+            raise InputError(
+                f"the model was given {batch} rows; the cache has {len(self._book.rows)} (reset it for a new batch)"
+            )
         step = self._step = Step(self, self._book.rows, None, opened=opened)
         step.load(self.layers)
         return step
 
     def _reserve(self, step: Step, query_length: int) -> None:
         copies = step.reserve(self.groups, query_length)
-        try:
-            for group, copied in zip(self.groups, copies, strict=True):
-                self._copy(group, copied)
-        except BaseException:
-            step.undo(self.groups, self.layers)
-            raise
+        for group, copied in zip(self.groups, copies, strict=True):
+            self._copy(group, copied)
 
     def _copy(self, group: Group, copies: Sequence[Copy]) -> None:
         if not copies:
@@ -498,8 +501,8 @@ class PagedCache(Cache):
                 self._stores[layer].seal(torch.tensor(sorted(set(blocks))))
 
     def _undo(self, step: Step) -> None:
-        self._step = None
         step.undo(self.groups, self.layers)
+        self._step = None
         if step.opened:
             self._book.fork([])
 
@@ -528,7 +531,9 @@ class PagedCache(Cache):
     def _use_names(self, named: bool) -> None:
         """Rows whose tokens are known can be reused, others cannot: an empty cache changes from one kind to the other."""
         if any((row.prompt is not None) != named for row in self._book.rows):
-            raise InputError("the rows of this cache were made by a forward without names; reset it before opening prompts")
+            raise InputError(
+                "the rows of this cache were made by a forward without names; reset it before opening prompts"
+            )
         for group in self.groups:
             if not self._book.rows and group.pool.prefix_cache != (named and self._prefix_cache):
                 group.renew(prefix_cache=named and self._prefix_cache)
@@ -567,4 +572,6 @@ def _is_new(step: Step, layer: int, written: bool, asks: str) -> bool:
 def _check_heads(config: Any) -> None:
     heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
-        raise Refused(f"{heads} query heads cannot share {kv_heads} K/V heads; the first must be a multiple of the second")
+        raise Refused(
+            f"{heads} query heads cannot share {kv_heads} K/V heads; the first must be a multiple of the second"
+        )

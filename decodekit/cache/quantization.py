@@ -154,13 +154,8 @@ class _QuantizedBlocks:
     """
 
     def __init__(self, num_blocks: int, block_size: int, example: Tensor, kind: str, *, by_channel: bool) -> None:
-        self._kind, self._width, self._dtype, self._dim = (
-            kind,
-            example.shape[-1],
-            example.dtype,
-            1 if by_channel else -1,
-        )
-        self._span, self._block_size = block_size if by_channel else 1, block_size
+        self._kind, self._block_size, self._width, self._dtype = kind, block_size, example.shape[-1], example.dtype
+        self._span, self._dim = (block_size, 1) if by_channel else (1, -1)
         with torch.inference_mode(False):
             codes, scales = self._quantize(example.new_zeros((1, block_size, *example.shape[1:])))
             self._codes = codes.new_zeros((num_blocks * len(codes), *codes.shape[1:]))

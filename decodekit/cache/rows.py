@@ -250,15 +250,15 @@ class RowBook:
                 group.first_needed(length) >= table.slid * group.pool.block_size
                 for group, table in zip(self._groups, row.tables, strict=True)
             ):
-                break
-        else:
-            return None
-        if length < target and row.prompt is None:
+                if length < target and row.prompt is None:
+                    break
+                return _Resume(length, state)
+        if row.prompt is None:
             raise Refused(
                 f"row {number} cannot go back from {row.length} to {target} tokens: what was there is kept only after "
                 "activate_past_recording(), and the tokens are not known; open rows with their prompts"
             )
-        return _Resume(length, state)
+        return None
 
     def _truncate(self, row: Row, resume: _Resume) -> None:
         for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=True)):

@@ -96,7 +96,7 @@ def collect(layers: Sequence[Any], rows: int) -> StateBatch:
     """What the recurrent layers hold after a step."""
     return StateBatch(
         {
-            (number, kind, place): state
+            (number, kind, place): state.detach()  # one-token forwards write into it, with gradients or without
             for number, layer in enumerate(layers)
             for kind in _KINDS
             for place, state in getattr(layer, kind, {}).items()

@@ -40,6 +40,7 @@ class Step:
     ) -> None:
         self._cache, self._tokens = cache, tokens
         self.rows, self.lengths = list(rows), [row.length for row in rows]
+        self._before = [(row.length, row.state, row.final, len(row.tokens), len(row.past)) for row in rows]
         self.explicit, self.opened = tokens is not None, opened
         self.query_length = 0
         self.written: set[int] = set()
@@ -84,24 +85,20 @@ class Step:
             raise
 
     def reserve(self, groups: Sequence[Group], query_length: int) -> list[list[Copy]]:
-        """Make room for ``query_length`` more tokens of each row in all groups, or in none.
+        """Make room for ``query_length`` more tokens of each row; :meth:`undo` takes back what was made.
 
         Returns:
             what the layers of each group have to copy.
+
+        Raises:
+            OutOfBlocks: a group has no room for all.
         """
-        copies: list[list[list[Copy]]] = []
-        try:
-            for number, group in enumerate(groups):
-                copies.append(group.pool.append_together([row.tables[number] for row in self.rows], query_length))
-            slots = [
-                group.slots([row.tables[number] for row in self.rows], self.lengths, query_length)
-                for number, group in enumerate(groups)
-            ]
-        except BaseException:
-            self._retract(groups, copies)
-            raise
-        self._copies, self.slots, self.query_length = copies, slots, query_length
-        return [[copy for copied in per_row for copy in copied] for per_row in copies]
+        for number, group in enumerate(groups):
+            tables = [row.tables[number] for row in self.rows]
+            self._copies.append(group.pool.append_together(tables, query_length))
+            self.slots.append(group.slots(tables, self.lengths, query_length))
+        self.query_length = query_length
+        return [[copy for copied in per_row for copy in copied] for per_row in self._copies]
 
     def load(self, layers: Sequence[object]) -> None:
         """Give the recurrent layers a copy of these rows' states."""
@@ -114,12 +111,12 @@ class Step:
         book.advance(self.rows, tokens, states)
 
     def undo(self, groups: Sequence[Group], layers: Sequence[object]) -> None:
-        """Everything as it was before."""
+        """Everything as it was before, also when :meth:`reserve` or :meth:`finish` stopped halfway."""
+        for row, (length, state, final, tokens, past) in zip(self.rows, self._before, strict=True):
+            row.length, row.state, row.final = length, state, final
+            del row.tokens[tokens:], row.past[past:]
         load(layers, None)
-        self._retract(groups, self._copies)
-        self._copies = []
-
-    def _retract(self, groups: Sequence[Group], copies: Sequence[Sequence[Sequence[Copy]]]) -> None:
-        for number, (group, per_row) in enumerate(zip(groups, copies, strict=False)):
+        for number, (group, per_row) in enumerate(zip(groups, self._copies, strict=False)):
             for row, length, copied in zip(self.rows, self.lengths, per_row, strict=True):
                 group.pool.retract(row.tables[number], length, copied)
+        self._copies, self.slots, self.query_length = [], [], 0

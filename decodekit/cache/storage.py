@@ -55,7 +55,9 @@ class FullStore:
     ) -> None:
         self._block_size, self._dtype = block_size, keys.dtype
         self._keys, self._values = (
-            torch.empty((new.shape[1], num_blocks * block_size, new.shape[2]), dtype=dtype or new.dtype, device=new.device)
+            torch.empty(
+                (new.shape[1], num_blocks * block_size, new.shape[2]), dtype=dtype or new.dtype, device=new.device
+            )
             for new in (keys, values)
         )
 

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         code = 130
-    except DecodekitError as error:
+    except (DecodekitError, OSError, UnicodeError) as error:
         fail(str(error))
         code = 2
     sys.exit(code or 0)

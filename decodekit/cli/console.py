@@ -8,14 +8,19 @@ from typing import Any
 
 from rich.console import Console
 
-errors = Console(stderr=True, highlight=False)
-results = Console(highlight=False)
+errors = Console(stderr=True, highlight=False, emoji=False)
+results = Console(highlight=False, emoji=False)
 
 
 def fail(message: str) -> None:
     """One line that says what went wrong; never wrapped, so that scripts can match it."""
     errors.print("error: ", style="bold red", end="")
     errors.print(" ".join(message.split()), markup=False, soft_wrap=True)
+
+
+def print_text(text: str) -> None:
+    """A line of a model's or a person's text, to the letter: tabs and control characters too."""
+    sys.stdout.write(f"{text}\n")
 
 
 def print_json(document: Any) -> None:

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
-from decodekit.cli.console import errors, print_json, results
+from decodekit.cli.console import errors, fail, print_json, results
 from decodekit.core.registry import inventory
-from decodekit.recipe import load_recipe
+from decodekit.recipe import load_recipe, recipe_faults
 from decodekit.recipe.json_schema import recipe_schema
 
 
@@ -24,13 +25,18 @@ def list_plugins(*, as_json: bool) -> int:
         table.add_column(column, no_wrap=column in ("group", "kind", "status"))
     for row in rows:
         cells = (row.group, row.kind, row.distribution, row.version, row.status, row.error or row.cost)
-        table.add_row(*cells, style=None if row.status == "ok" else "red")
+        table.add_row(*map(Text, cells), style=None if row.status == "ok" else "red")
     results.print(table)
     return 0
 
 
 def check_recipe(recipe: str, settings: Sequence[str]) -> int:
-    """Say what a right recipe does; a wrong one is an error."""
+    """Say what a right recipe does, or every fault of a wrong one, a line each."""
+    faults = recipe_faults(recipe, set_values=settings)
+    for fault in faults:
+        fail(str(fault))
+    if faults:
+        return 2
     loaded = load_recipe(recipe, set_values=settings)
     rules = ", ".join(rule.kind for rule in loaded.rules) if loaded.rules else "none"
     results.print(f"ok: strategy {loaded.strategy.kind}, rules {rules}", markup=False)
@@ -42,5 +48,5 @@ def print_schema() -> int:
     document, failures = recipe_schema()
     print_json(document)
     for failure in failures:
-        errors.print(f"left out: {failure}", markup=False, soft_wrap=True)
+        errors.print(f"left out: {failure.group} {failure.kind}: {failure.error}", markup=False, soft_wrap=True)
     return 0

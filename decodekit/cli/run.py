@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from decodekit.cli.console import errors, fail, print_json, results
+from decodekit.cli.console import errors, fail, print_json, print_text
 from decodekit.core.errors import InputError
 from decodekit.core.types import Output
 from decodekit.recipe import Recipe, load_recipe
@@ -47,7 +47,7 @@ def decode(
     recipe: Recipe, texts: Sequence[str], model: str | None, options: dict[str, Any]
 ) -> tuple[list[tuple[int, Output]], bool]:
     """The outputs with the index of their prompt, and whether the run was interrupted; progress on stderr."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task("starting")
 
@@ -77,19 +77,19 @@ def decode(
 
 
 def _standard_input() -> str:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise InputError("no prompt was given; give prompts after the recipe, or one on standard input")
     return sys.stdin.read().strip()
 
 
 def _print_output(prompt: str, output: Output) -> None:
-    results.print(f"> {prompt}", style="bold", markup=False, soft_wrap=True)
+    print_text(f"> {prompt}")
     if output.error is not None:
         fail(output.error)
-        results.print()
+        print_text("")
         return
-    results.print(output.text, markup=False, soft_wrap=True)
+    print_text(output.text)
     stats = output.stats
     rate = f", {stats['tokens_per_s']:.1f} tokens/s" if "tokens_per_s" in stats else ""
     errors.print(f"[{len(output.token_ids)} tokens, {output.finish_reason}{rate}]", style="dim", markup=False)
-    results.print()
+    print_text("")

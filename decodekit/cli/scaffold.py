@@ -12,8 +12,8 @@ from string import Template
 
 from decodekit import __version__
 from decodekit.cli.console import results
+from decodekit.core import registry
 from decodekit.core.errors import InputError, nearest
-from decodekit.core.registry import inventory
 from decodekit.recipe import load_recipe
 
 NEW_KINDS = {"rule": "rules", "strategy": "strategies"}
@@ -22,13 +22,14 @@ NEW_KINDS = {"rule": "rules", "strategy": "strategies"}
 def export_recipe(recipe: str, directory: Path, settings: Sequence[str]) -> int:
     """Write ``custom_generate/generate.py`` with the recipe inside, its requirements and a card."""
     loaded = load_recipe(recipe, set_values=settings)
-    used = {loaded.strategy.kind, *(rule.kind for rule in loaded.rules or ())}
-    distributions = {info.distribution: info.version for info in inventory() if info.kind in used}
-    distributions["decodekit"] = __version__
+    used = [loaded.strategy, *(loaded.rules or ())]
+    distributions = dict(registry.origin(plugin) for plugin in used) | {registry.OWN_DISTRIBUTION: __version__}
     document = loaded.to_dict()
     values = {
         "title": Path(recipe).stem,
         "recipe": json.dumps(document, indent=4, ensure_ascii=True),
+        # As a Python literal: a text in the recipe must never be able to end it.
+        "literal": repr(json.dumps(document)),
         "requirements": "\n".join(f"{name}>={version}" for name, version in sorted(distributions.items())),
     }
     _write_all("export", _fresh(directory), values)
@@ -44,13 +45,13 @@ def new_plugin(kind: str, name: str) -> int:
     """Write a package with one plugin of this kind and the laws as its tests, in ``decodekit-NAME``."""
     if kind not in NEW_KINDS:
         raise InputError(f"unknown plugin kind {kind!r}: {nearest(kind, NEW_KINDS)}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.iskeyword(_camel(name)):
         raise InputError(
             f"a plugin name is lower-case letters, digits and underscores, such as top_secret; got {name!r}"
         )
-    taken = [info for info in inventory() if info.group == NEW_KINDS[kind] and info.kind == name]
-    if taken:
-        raise InputError(f"{kind} {name!r} is already in {taken[0].distribution}; choose another name")
+    if name in registry.kinds(NEW_KINDS[kind]):
+        owner = registry.distribution_of(registry.find(NEW_KINDS[kind], name))
+        raise InputError(f"{kind} {name!r} is already in {owner}; choose another name")
     directory = Path(f"decodekit-{name.replace('_', '-')}")
     values = {
         "name": name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -161,11 +161,23 @@ class Prepared:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row without its pads."""
+        """Tokens of each row without its pads.
+
+        Raises:
+            Refused: a mask that does more than leave out pads on the left, or a prompt given as embeddings.
+        """
+        rows, width = self.input_ids.shape
+        if self.model_kwargs.get("inputs_embeds") is not None:
+            raise Refused("the prompt is given as inputs_embeds; decodekit decodes from token ids: give input_ids")
         mask = self.model_kwargs.get("attention_mask")
         if mask is None:
-            return [self.input_ids.shape[1]] * self.input_ids.shape[0]
-        return [int(n) for n in mask[:, -self.input_ids.shape[1] :].sum(-1).tolist()]
+            return [width] * rows
+        mask = mask[:, -width:]
+        if bool((mask[:, 1:] < mask[:, :-1]).any()):
+            raise Refused(
+                "attention_mask has zeros behind ones; pads belong on the left: set tokenizer.padding_side = 'left'"
+            )
+        return [int(n) for n in mask.sum(-1).tolist()]
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -191,11 +203,6 @@ def text_config(model: PreTrainedModel) -> Any:
 def context_length(model: PreTrainedModel) -> int | None:
     """Most tokens the model's positions can number; ``None`` where there is no such limit."""
     return getattr(text_config(model), "max_position_embeddings", None)
-
-
-def vocabulary(model: PreTrainedModel) -> int:
-    """The width of the model's logits."""
-    return int(text_config(model).vocab_size)
 
 
 def defaults(model: PreTrainedModel) -> GenerationConfig:
@@ -241,18 +248,6 @@ def set_special_tokens(config: GenerationConfig, device: torch.device) -> None:
         setattr(config, f"_{name}_token_tensor", tensor)
 
 
-def _built_processors(model: PreTrainedModel, prepared: Prepared, config: GenerationConfig) -> LogitsProcessorList:
-    return model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=prepared.input_ids.shape[1],
-        encoder_input_ids=prepared.input_ids,
-        prefix_allowed_tokens_fn=None,
-        logits_processor=LogitsProcessorList(),
-        device=prepared.input_ids.device,
-        model_kwargs=prepared.model_kwargs,
-    )
-
-
 def _same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
@@ -265,42 +260,76 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@dataclass
-class Processors:
-    """Logits processors by their place in the chain."""
+def callers_processors(model: PreTrainedModel, prepared: Prepared) -> list[LogitsProcessor]:
+    """The processors that the caller gave, without those ``generate`` made from options.
 
-    callers: list[LogitsProcessor]
-    built: list[LogitsProcessor]
-    last: list[LogitsProcessor]
+    Transformers' guidance counts as the caller's: it owns a cache and the negative prompt, which cannot be had again.
+    """
+    made = _made_processors(model, prepared.config, prepared.input_ids, prepared.model_kwargs)
+    # A watermark holds a random generator, which equals nothing.
+    marked = _LAST_PROCESSORS if prepared.config.watermarking_config is not None else ()
+    return [
+        own
+        for own in prepared.logits_processor
+        if type(own).__name__ not in marked and not any(_same(own, other) for other in made)
+    ]
 
 
-def processors(model: PreTrainedModel, prepared: Prepared, winning: GenerationConfig, *, warp: bool) -> Processors:
-    """Split the caller's own processors from those ``generate`` made, and make the latter anew.
+def make_processors(
+    model: PreTrainedModel, config: GenerationConfig, prompt_ids: Tensor, *, instead: Collection[type]
+) -> tuple[list[LogitsProcessor], ...]:
+    """The processors that options ask for, the sampling warpers, and what comes last (watermark, normalisation).
 
     Args:
         model: the model being decoded.
-        prepared: what ``generate`` handed over; its list mixes both kinds.
-        winning: the options that hold after the recipe was merged.
-        warp: whether the sampling warpers (temperature, top-k, ...) are wanted.
+        config: the options; there are sampling warpers only if ``do_sample`` is on.
+        prompt_ids: [R, T] without pads; what is counted from the prompt's end counts from T.
+        instead: types that the caller brings, which take the place of those made here, warpers apart.
     """
-    made = _built_processors(model, prepared, _without_guidance(prepared.config))
-    callers = [own for own in prepared.logits_processor if not any(_same(own, other) for other in made)]
-    wanted = _without_guidance(winning)
-    wanted.do_sample = bool(winning.do_sample and warp)
-    kinds = {type(own) for own in callers}
-    rebuilt = [made for made in _built_processors(model, prepared, wanted) if type(made) not in kinds]
-    last = [processor for processor in rebuilt if type(processor).__name__ in _LAST_PROCESSORS]
-    return Processors(callers, [processor for processor in rebuilt if processor not in last], last)
+    plain = copy.copy(config)
+    plain.do_sample = False
+    base, whole = (_made_processors(model, own, prompt_ids, {}) for own in (plain, config))
+    last = [own for own in whole if type(own).__name__ in _LAST_PROCESSORS]
+    wanted = {id(own) for own in whole} - {id(own) for own in last}
+    first = [own for own in whole if id(own) in wanted]
+    count = sum(type(own).__name__ not in _LAST_PROCESSORS for own in base)
+    return [own for own in first[:count] if type(own) not in instead], first[count:], last
 
 
-def _without_guidance(config: GenerationConfig) -> GenerationConfig:
-    # The guidance processor owns a cache and the negative prompt, which cannot be had again: the given one is kept.
+def _made_processors(
+    model: PreTrainedModel, config: GenerationConfig, input_ids: Tensor, model_kwargs: Mapping[str, Any]
+) -> LogitsProcessorList:
     config = copy.copy(config)
     config.guidance_scale = None
-    return config
+    return model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=input_ids.shape[1],
+        encoder_input_ids=input_ids,
+        prefix_allowed_tokens_fn=None,
+        logits_processor=LogitsProcessorList(),
+        device=input_ids.device,
+        model_kwargs=dict(model_kwargs),
+    )
 
 
-def callers_criteria(prepared: Prepared) -> StoppingCriteriaList:
+@dataclass
+class Criteria:
+    """The caller's own stopping criteria; one of a kind that ``generate`` makes takes that one's place.
+
+    Attributes:
+        own: all of them.
+        max_length: padded length at which one ends the call; ``None`` without.
+        replaces_time: whether one replaces ``max_time``.
+        replaces_eos: whether one replaces the EOS ids.
+    """
+
+    own: StoppingCriteriaList
+    max_length: int | None
+    replaces_time: bool
+    replaces_eos: bool
+
+
+def callers_criteria(prepared: Prepared) -> Criteria:
     """The stopping criteria that the caller gave, without those ``generate`` made from options."""
     config = prepared.config
 
@@ -312,7 +341,14 @@ def callers_criteria(prepared: Prepared) -> StoppingCriteriaList:
         eos = getattr(config, "_eos_token_tensor", None)
         return isinstance(criterion, EosTokenCriteria) and eos is not None and _same(criterion.eos_token_id, eos)
 
-    return StoppingCriteriaList([criterion for criterion in prepared.stopping_criteria if not made(criterion)])
+    own = [criterion for criterion in prepared.stopping_criteria if not made(criterion)]
+    lengths = [criterion.max_length for criterion in own if isinstance(criterion, MaxLengthCriteria)]
+    return Criteria(
+        StoppingCriteriaList(own),
+        min(lengths, default=None),
+        any(isinstance(criterion, MaxTimeCriteria) for criterion in own),
+        any(isinstance(criterion, EosTokenCriteria) for criterion in own),
+    )
 
 
 def optimized(model: PreTrainedModel) -> AbstractContextManager[None]:

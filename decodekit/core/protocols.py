@@ -21,13 +21,13 @@ class Plugin(BaseModel):
 
     Attributes:
         cost: what it costs, for the tables, such as ``1 forward a token``.
-        needs: what it must be given beyond logits.
+        needs: what it must be given beyond logits; a name that is no ``Need`` is an input of its own, given in ``dk_inputs``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cost: ClassVar[str] = ""
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: ClassVar[frozenset[Need | str]] = frozenset()
 
     kind: str
 

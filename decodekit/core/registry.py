@@ -6,6 +6,7 @@ Nothing is imported until it is named. ``DECODEKIT_PLUGINS`` (comma-separated di
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -45,14 +46,20 @@ class PluginInfo:
     cost: str = ""
 
 
-def _distribution(entry: EntryPoint) -> str:
+def distribution_of(entry: EntryPoint) -> str:
+    """The distribution that an entry point belongs to."""
     return entry.dist.name if entry.dist is not None else "unknown"
 
 
 def _allowed(distribution: str) -> bool:
     listed = os.environ.get("DECODEKIT_PLUGINS")
-    names = {name.strip().lower() for name in (listed or "").split(",")}
-    return listed is None or distribution == OWN_DISTRIBUTION or distribution.lower() in names
+    names = {_normalized(name.strip()) for name in (listed or "").split(",")}
+    return listed is None or distribution == OWN_DISTRIBUTION or _normalized(distribution) in names
+
+
+def _normalized(distribution: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 @cache
@@ -60,7 +67,7 @@ def _entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=PREFIX + group):
         # An editable install can list a distribution twice on sys.path: the first wins, as for imports.
-        found.setdefault(entry.name, {}).setdefault(_distribution(entry), entry)
+        found.setdefault(entry.name, {}).setdefault(distribution_of(entry), entry)
     return {kind: tuple(entries.values()) for kind, entries in sorted(found.items())}
 
 
@@ -82,17 +89,17 @@ def find(group: str, kind: str) -> EntryPoint:
     singular = {"strategies": "strategy", "utilities": "utility"}.get(group, group[:-1])
     entries = _entries(group).get(name, ())
     if distribution:
-        entries = tuple(entry for entry in entries if _distribution(entry) == distribution)
+        entries = tuple(entry for entry in entries if distribution_of(entry) == distribution)
     if not entries:
         raise PluginError(f"unknown {singular} {kind!r}: {nearest(name, known)}")
-    allowed = [entry for entry in entries if _allowed(_distribution(entry))]
+    allowed = [entry for entry in entries if _allowed(distribution_of(entry))]
     if not allowed:
         raise PluginError(
-            f"{singular} {kind!r} of {_distribution(entries[0])} may not load: DECODEKIT_PLUGINS allows only "
+            f"{singular} {kind!r} of {distribution_of(entries[0])} may not load: DECODEKIT_PLUGINS allows only "
             f"{os.environ.get('DECODEKIT_PLUGINS')!r}"
         )
     if len(allowed) > 1:
-        owners = sorted(_distribution(entry) for entry in allowed)
+        owners = sorted(distribution_of(entry) for entry in allowed)
         choices = " or ".join(repr(f"{owner}:{name}") for owner in owners)
         raise PluginError(f"{singular} {name!r} is in {' and in '.join(owners)}; choose {choices}")
     return allowed[0]
@@ -107,13 +114,13 @@ def load(group: str, kind: str) -> type[protocols.Plugin]:
     entry = find(group, kind)
     try:
         plugin = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
-            f"{group} {kind!r} of {_distribution(entry)} ({entry.value}) failed to import: {type(error).__name__}: {error}"
+            f"{group} {kind!r} of {distribution_of(entry)} ({entry.value}) failed to import: {type(error).__name__}: {error}"
         ) from error
     if not (isinstance(plugin, type) and issubclass(plugin, GROUPS[group])):
         expected = " or ".join(base.__name__ for base in GROUPS[group])
-        raise PluginError(f"{group} {kind!r} of {_distribution(entry)} ({entry.value}) is not a {expected}")
+        raise PluginError(f"{group} {kind!r} of {distribution_of(entry)} ({entry.value}) is not a {expected}")
     return plugin
 
 
@@ -173,8 +180,19 @@ def name_of(plugin: protocols.Plugin) -> str:
             for entry in entries:
                 # Only what is imported already can be this plugin's: nothing new is loaded to find out.
                 if entry.module in sys.modules and entry.load() is type(plugin):
-                    return f"{_distribution(entry)}:{plugin.kind}"
+                    return f"{distribution_of(entry)}:{plugin.kind}"
     return plugin.kind
+
+
+def origin(plugin: protocols.Plugin) -> tuple[str, str]:
+    """The distribution that has this plugin, and its version."""
+    for group, bases in GROUPS.items():
+        for entry in _entries(group).get(plugin.kind, ()) if isinstance(plugin, bases) else ():
+            if entry.value.partition(":")[0] == type(plugin).__module__ and entry.dist is not None:
+                return entry.dist.name, entry.dist.version
+    raise PluginError(
+        f"{plugin.kind!r} ({type(plugin).__module__}) is not installed as a plugin; give it an entry point"
+    )
 
 
 def inventory() -> list[PluginInfo]:
@@ -188,7 +206,7 @@ def inventory() -> list[PluginInfo]:
 
 
 def _inspect(group: str, kind: str, entry: EntryPoint, *, ambiguous: bool) -> PluginInfo:
-    distribution = _distribution(entry)
+    distribution = distribution_of(entry)
     version = entry.dist.version if entry.dist is not None else "unknown"
     info = PluginInfo(group, kind, distribution, version, entry.value, "ok")
     if not _allowed(distribution):

@@ -1,8 +1,9 @@
 """The trace: a JSONL file of what decoding did, one header, then a record a token and a record an event.
 
-Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "prompt_ids", "seed"}``. Token record: ``{"type":
-"token", "row", "position", "id", "text", "prob", "entropy", "legal", "alternatives": [{"stage", "top": [[id, text, prob],
-...]}, ...], "premature_layer", "divergence", ...}``; entropy is in nats. Event record: ``{"type": "event", "event", ...}``.
+Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "prompt_ids", "rows": [{"prompt", "seed",
+"sample"}, ...]}``, the last two one entry a row. Token record: ``{"type": "token", "row", "position", "id", "text", "prob",
+"entropy", "legal", "alternatives": [{"stage", "top": [[id, text, prob], ...]}, ...]}`` and what the strategy notes
+(``premature_layer``, ``divergence``, ...); entropy is in nats. Event record: ``{"type": "event", "event", ...}``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any
     Raises:
         InputError: not a trace, or one of another version.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        # Not splitlines: it also cuts at U+2028 and others, which JSON leaves as they are.
+        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"the trace {str(path)!r} cannot be read: {error}") from error
     try:
         header = json.loads(lines[0])
         found = header["trace"]

@@ -36,7 +36,8 @@ class Request:
     """One row of work: a prompt and everything that belongs to it alone.
 
     Attributes:
-        id: its index in the call.
+        id: the row of the call.
+        prompt: which of the given prompts it is; several rows may be samples of one.
         prompt_ids: token ids without pads.
         stream: its random stream.
         inputs: what the caller gave beside the ids (text, context, negative_prompt, ...).
@@ -46,6 +47,7 @@ class Request:
     id: int
     prompt_ids: tuple[int, ...]
     stream: Stream
+    prompt: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
     encode: Callable[[str], list[int]] | None = None
 
@@ -57,7 +59,7 @@ class Request:
         """
         if (value := self.inputs.get(str(name))) is None:
             raise InputError(
-                f"{used_by} needs {str(name)!r} for prompt {self.id}; give it as dk_inputs=[{{{str(name)!r}: ...}}, ...], "
+                f"{used_by} needs {str(name)!r} for prompt {self.prompt}; give it as dk_inputs=[{{{str(name)!r}: ...}}, ...], "
                 f"one dict a prompt (got {sorted(self.inputs) or 'none'})"
             )
         return value

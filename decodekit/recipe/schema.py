@@ -61,7 +61,7 @@ def _strategy(spec: Any, _: Any) -> Any:
 
 
 def _default_strategy() -> Any:
-    return registry.create("strategies", "sample")
+    return registry.create("strategies", f"{registry.OWN_DISTRIBUTION}:sample")
 
 
 def _cache(spec: Any) -> Any:

@@ -81,7 +81,9 @@ def _blocks(model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[st
     different = {tuple(prompt) for rows in prompts.values() for prompt in rows}
     rows = sum(len(rows) for rows in prompts.values())
     shared = sum(-(-len(prompt) // size) for prompt in different)
-    apart = -(-settings.max_new_tokens // size) + 1
+    # A row's own part: what it may still get, and the block that it shares with the others of its prompt until it grows.
+    longest = max(settings.room(len(prompt)) for prompt in different)
+    apart = -(-longest // size) + 1
     needed = shared + rows * apart
     if spec.budget is None:
         return needed
@@ -91,7 +93,7 @@ def _blocks(model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[st
     if available < needed:
         raise InputError(
             f"cache.budget {format_bytes(spec.budget)} holds {available * size} tokens in blocks of {size}; this call may "
-            f"need {needed * size} ({rows} rows, up to {settings.max_new_tokens} new tokens each): raise it to "
+            f"need {needed * size} ({rows} rows, up to {longest} new tokens each): raise it to "
             f"{format_bytes(needed * block)}, or ask for fewer tokens"
         )
     return needed

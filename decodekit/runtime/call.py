@@ -14,17 +14,21 @@ from torch import Tensor
 from transformers.generation import LogitsProcessor
 
 from decodekit.core import compat
-from decodekit.core.errors import InputError, Refused
-from decodekit.core.protocols import Rule, TokenStrategy
+from decodekit.core.errors import InputError, PluginError, Refused, nearest
+from decodekit.core.protocols import TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Branch, Request, Rows
 from decodekit.recipe import Recipe
 from decodekit.runtime.caches import paged_cache
+from decodekit.runtime.guard import guarded
 from decodekit.runtime.loop import Limits, Loop, SequenceState
 from decodekit.runtime.pipeline import Pipeline, Step
 from decodekit.runtime.session import DynamicSession, PagedSession, Session
-from decodekit.runtime.settings import Settings, merge_rules, resolve
+from decodekit.runtime.settings import Settings, merge_rules, processor_options, resolve
 from decodekit.runtime.text import TextTracker, encoder
+
+INPUTS = ("text", "context", "negative_prompt", "seed")
+"""What a prompt may bring besides its ids; strategies may need more."""
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Given:
         keep_logprobs: note log-probabilities.
         keep_stages: record logits after each rule.
         scoring: given tokens are to be scored, all positions at once.
+        named: options of the recipe that the call itself named.
+        prompts: which of the caller's prompts each of the call's is; all of them if empty.
     """
 
     tokenizer: Any = None
@@ -50,6 +56,8 @@ class Given:
     keep_logprobs: bool = False
     keep_stages: bool = False
     scoring: bool = False
+    named: frozenset[str] = frozenset()
+    prompts: Sequence[int] = ()
 
 
 @dataclass
@@ -68,8 +76,8 @@ class Call:
     seed: int
 
 
-class ProcessorStep:
-    """One of transformers' logits processors as a step of the chain.
+class CallersStep:
+    """One of the caller's logits processors as a step of the chain.
 
     Args:
         processor: sees the whole padded batch, as in ``generate``: it may keep something for each row.
@@ -85,8 +93,7 @@ class ProcessorStep:
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
         if self.loop is None:
-            parts = zip(rows.tokens, rows.lengths.tolist(), logits, strict=True)
-            return torch.cat([self._processor(own[:n].unsqueeze(0), row.unsqueeze(0).clone()) for own, n, row in parts])
+            return row_by_row([self._processor] * len(rows), rows, logits)
         ids = self.loop.input_ids
         if len(rows) == ids.shape[0]:
             return self._processor(ids, logits.clone())
@@ -94,6 +101,30 @@ class ProcessorStep:
         index = torch.tensor(rows.requests, device=ids.device)
         whole[index] = logits
         return self._processor(ids, whole)[index]
+
+
+class OptionStep:
+    """The logits processor that transformers makes of an option, as a step of the chain: one a row, which never sees pads.
+
+    Args:
+        processors: [R] one a row, or the same for all rows where these are of one length.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = processors
+
+    def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
+        """[P, V] to [P, V]."""
+        lengths = rows.lengths.tolist()
+        if len(set(lengths)) == 1 and all(own is self._processors[0] for own in self._processors):
+            return self._processors[0](rows.tokens[:, : lengths[0]], logits.clone())
+        return row_by_row([self._processors[row] for row in rows.requests], rows, logits)
+
+
+def row_by_row(processors: Sequence[LogitsProcessor], rows: Rows, logits: Tensor) -> Tensor:
+    """[P, V] to [P, V]: each position through its own processor, alone and without pads."""
+    parts = zip(processors, rows.tokens, rows.lengths.tolist(), logits, strict=True)
+    return torch.cat([own(ids[:n].unsqueeze(0), row.unsqueeze(0).clone()) for own, ids, n, row in parts])
 
 
 def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given) -> Call:
@@ -105,34 +136,23 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     """
     started = time.perf_counter()
     compat.check_model(model)
-    strategy = _strategy(recipe).resolve(given.tokenizer)
-    settings = resolve(model, prepared, recipe)
-    prompts = _prompt_count(prepared, settings)
-    if given.inputs and len(given.inputs) != prompts:
-        raise InputError(f"dk_inputs has {len(given.inputs)} entries for {prompts} prompts; give one dict a prompt")
+    strategy = _strategy(recipe)
+    with guarded(strategy, "resolve"):
+        strategy = strategy.resolve(given.tokenizer)
+    settings = resolve(model, prepared, recipe, given.named)
+    prompts = _prompt_count(prepared)
+    _check_inputs(given, strategy, prompts)
     if settings.copies > 1:
         compat.expand(model, prepared, settings.copies)
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
-    requests = _requests(prepared, given, prompts, seed)
-    limits = Limits(
-        settings.max_new_tokens,
-        frozenset(settings.eos),
-        started + settings.config.max_time if settings.config.max_time is not None else None,
-        compat.context_length(model),
-    )
     if settings.stop_strings and given.tokenizer is None:
         raise InputError(
             f"stop_strings {list(settings.stop_strings)} need a tokenizer; give dk_tokenizer=tokenizer or "
             "decoder.bind(tokenizer=...)"
         )
-    reads = given.tokenizer is not None and (given.want_text or bool(settings.stop_strings))
-    sequences = [
-        SequenceState(request, row, limits, TextTracker(given.tokenizer, settings.stop_strings) if reads else None)
-        for row, request in enumerate(requests)
-    ]
-    _end_unusable(sequences, prepared, limits)
+    sequences = _sequences(model, prepared, settings, given, prompts, seed, started)
     sessions = _sessions(model, strategy, prepared, recipe, settings, sequences, given)
-    steps = _steps(model, prepared, recipe, settings, given)
+    steps = _steps(model, prepared, recipe, settings, given, sequences)
     pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=recipe.fallback, eos=settings.eos)
     loop = Loop(
         sessions,
@@ -141,14 +161,14 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         sequences,
         input_ids=prepared.input_ids,
         pad=settings.pad,
-        criteria=compat.callers_criteria(prepared),
+        criteria=settings.criteria.own,
         keep_logprobs=given.keep_logprobs,
         keep_stages=given.keep_stages,
     )
     loop.started = started
     if not given.scoring:
         for _, step in steps:
-            if isinstance(step, ProcessorStep):
+            if isinstance(step, CallersStep):
                 step.loop = loop
     return Call(prepared, settings, sequences, loop, seed)
 
@@ -165,10 +185,69 @@ def _strategy(recipe: Recipe) -> TokenStrategy:
     return strategy
 
 
-def _prompt_count(prepared: compat.Prepared, settings: Settings) -> int:
+def _prompt_count(prepared: compat.Prepared) -> int:
     """Prompts of the call; ``generate`` has already repeated each of them."""
     call = prepared.config
     return prepared.input_ids.shape[0] // max(call.num_beams or 1, call.num_return_sequences or 1)
+
+
+def _check_inputs(given: Given, strategy: TokenStrategy, prompts: int) -> None:
+    if not given.inputs:
+        return
+    if len(given.inputs) != prompts or not all(isinstance(inputs, Mapping) for inputs in given.inputs):
+        found = f"{len(given.inputs)} entries ({', '.join(sorted({type(inputs).__name__ for inputs in given.inputs}))})"
+        raise InputError(f"dk_inputs is a list of one dict a prompt: expected {prompts}, got {found}")
+    known = {*INPUTS, *(str(need) for need in strategy.needs)}
+    for index, inputs in enumerate(given.inputs):
+        if "constraint" in inputs:
+            raise Refused(f"dk_inputs[{index}]: a constraint cannot be honoured yet; leave it out")
+        for name in inputs:
+            if name not in known:
+                raise InputError(f"dk_inputs[{index}]: unknown input {name!r}: {nearest(str(name), known)}")
+
+
+def _sequences(
+    model: Any,
+    prepared: compat.Prepared,
+    settings: Settings,
+    given: Given,
+    prompts: int,
+    seed: int,
+    started: float,
+) -> list[SequenceState]:
+    """The rows of the call; those that cannot be decoded have already failed, so that their neighbours can be."""
+    config, context = settings.config, compat.context_length(model)
+    eos, deadline = frozenset(settings.eos), started + config.max_time if config.max_time is not None else None
+    reads = given.tokenizer is not None and (given.want_text or bool(settings.stop_strings))
+    sequences = []
+    for request in _requests(prepared, given, prompts, seed):
+        length = len(request.prompt_ids)
+        limits = Limits(settings.room(length), eos, deadline, context)
+        tracker = TextTracker(given.tokenizer, settings.stop_strings) if reads else None
+        sequence = SequenceState(request, request.id, limits, tracker)
+        if length == 0:
+            sequence.fail("the prompt is empty: its attention mask covers no token")
+        elif (why := too_long(length, context)) is not None:
+            sequence.fail(why)
+            _clamp_positions(prepared, request.id, context)
+        elif limits.max_new_tokens < 1:
+            sequence.fail(f"the prompt has {length} tokens, max_length {settings.max_length} leaves no room; raise it")
+        sequences.append(sequence)
+    return sequences
+
+
+def too_long(length: int, context: int | None) -> str | None:
+    """Why a prompt of this many tokens cannot be decoded; ``None`` when it can."""
+    if context is None or length < context:
+        return None
+    return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
+
+
+def _clamp_positions(prepared: compat.Prepared, row: int, context: int | None) -> None:
+    """Models with learned positions would fail for the whole batch on a position they do not have."""
+    positions = prepared.model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 2 and positions.shape[0] == prepared.input_ids.shape[0]:
+        positions[row].clamp_(max=(context or 1) - 1)
 
 
 def _requests(prepared: compat.Prepared, given: Given, prompts: int, seed: int) -> list[Request]:
@@ -179,11 +258,13 @@ def _requests(prepared: compat.Prepared, given: Given, prompts: int, seed: int) 
     requests = []
     for row, (ids, length) in enumerate(zip(prepared.input_ids.tolist(), prepared.lengths, strict=True)):
         prompt = tuple(ids[width - length :])
-        inputs = given.inputs[row // copies] if given.inputs else {}
-        own_seed = _seed(inputs, seed, row // copies)
+        place = row // copies
+        inputs = given.inputs[place] if given.inputs else {}
+        index = given.prompts[place] if given.prompts else place
+        own_seed = _seed(inputs, seed, index)
         stream = Stream(own_seed, seen[own_seed, prompt], prompt_digest(prompt))
         seen[own_seed, prompt] += 1
-        requests.append(Request(row, prompt, stream, inputs, encode))
+        requests.append(Request(row, prompt, stream, index, inputs, encode))
     return requests
 
 
@@ -194,21 +275,28 @@ def _seed(inputs: Mapping[str, Any], default: int, prompt: int) -> int:
     return seed
 
 
-def _end_unusable(sequences: Sequence[SequenceState], prepared: compat.Prepared, limits: Limits) -> None:
-    """End rows that cannot be decoded, so that their neighbours can."""
-    positions = prepared.model_kwargs.get("position_ids")
-    for sequence in sequences:
-        length = len(sequence.request.prompt_ids)
-        if length == 0:
-            sequence.fail(f"prompt {sequence.row} is empty: its attention mask covers no token")
-        elif limits.context is not None and length >= limits.context:
-            sequence.fail(
-                f"prompt {sequence.row} has {length} tokens, the model's context holds {limits.context} with the output; "
-                "shorten it"
-            )
-            if positions is not None and positions.ndim == 2 and positions.shape[0] == len(sequences):
-                # Models with learned positions would fail for the whole batch on a position they do not have.
-                positions[sequence.row].clamp_(max=limits.context - 1)
+def _branches(model: Any, strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Branch]:
+    """The branches of a row by name; none, and the row has failed, where it cannot have them."""
+    if sequence.error is not None:
+        return {}
+    try:
+        with guarded(strategy, "branches"):
+            own = strategy.branches(sequence.request)
+            if own[0].name != "main" or len({branch.name for branch in own}) != len(own):
+                raise PluginError(
+                    f"strategy {strategy.kind!r} has branches {[branch.name for branch in own]}; each needs a name of its "
+                    "own, and the first is called main"
+                )
+    except InputError as error:
+        sequence.fail(str(error))
+        return {}
+    for branch in own:
+        length = len(branch.prompt_ids)
+        why = "its prompt is empty" if not length else too_long(length, compat.context_length(model))
+        if why is not None:
+            sequence.fail(f"branch {branch.name!r} of {strategy.kind!r}: {why}")
+            return {}
+    return {branch.name: branch for branch in own}
 
 
 def _sessions(
@@ -221,16 +309,8 @@ def _sessions(
     given: Given,
 ) -> list[Session]:
     """A session a model; the main branch goes on from what ``generate`` prepared."""
-    layers = strategy.hidden_layers(compat.text_config(model))
-    branches: list[dict[str, Branch]] = []
-    for sequence in sequences:
-        own: tuple[Branch, ...] = ()
-        if sequence.error is None:
-            try:
-                own = strategy.branches(sequence.request)
-            except InputError as error:
-                sequence.fail(str(error))
-        branches.append({branch.name: branch for branch in own})
+    layers = _hidden_layers(strategy, compat.text_config(model))
+    branches = [_branches(model, strategy, sequence) for sequence in sequences]
     models = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     # A row that cannot be decoded still takes its place in a rectangular batch.
     blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
@@ -260,6 +340,17 @@ def _sessions(
         }
         sessions.append(DynamicSession(runner, inputs, layers=kept, pad=settings.pad))
     return sessions
+
+
+def _hidden_layers(strategy: TokenStrategy, config: Any) -> tuple[int, ...]:
+    with guarded(strategy, "hidden_layers"):
+        layers = strategy.hidden_layers(config)
+        wrong = [layer for layer in layers if not 0 <= layer <= config.num_hidden_layers]
+        if wrong:
+            raise PluginError(
+                f"strategy {strategy.kind!r} asks for hidden layers {wrong}; this model has 0 to {config.num_hidden_layers}"
+            )
+    return layers
 
 
 def _main_inputs(prepared: compat.Prepared, settings: Settings) -> compat.Prepared:
@@ -293,17 +384,52 @@ def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
 
 
 def _steps(
-    model: Any, prepared: compat.Prepared, recipe: Recipe, settings: Settings, given: Given
+    model: Any,
+    prepared: compat.Prepared,
+    recipe: Recipe,
+    settings: Settings,
+    given: Given,
+    sequences: Sequence[SequenceState],
 ) -> list[tuple[str, Step]]:
-    """The chain: the caller's processors, those of options, rules (or warpers), and what must come last."""
-    made = compat.processors(model, prepared, settings.config, warp=recipe.rules is None)
-    rules: tuple[Rule, ...] = ()
-    if recipe.rules is not None:
-        rules = tuple(rule.resolve(given.tokenizer) for rule in merge_rules(recipe.rules, settings))
-        if not settings.config.do_sample:
-            rules = tuple(rule for rule in rules if not rule.sampling_only)
+    """The chain: the caller's processors, those of options, rules, warpers, and what must come last."""
+    callers = compat.callers_processors(model, prepared)
+    made = _option_steps(
+        model, prepared, settings, sequences, {type(own) for own in callers}, rules=recipe.rules is not None
+    )
+    rules = []
+    for rule in merge_rules(recipe.rules or (), settings) if recipe.rules is not None else ():
+        with guarded(rule, "resolve"):
+            rules.append(rule.resolve(given.tokenizer))
+    steps: list[tuple[str, Step]] = [(type(own).__name__, CallersStep(own)) for own in callers]
+    processors, warpers, last = made
+    return [*steps, *processors, *((rule.kind, rule) for rule in rules), *warpers, *last]
 
-    def borrow(processors: Sequence[LogitsProcessor]) -> list[tuple[str, Step]]:
-        return [(type(processor).__name__, ProcessorStep(processor)) for processor in processors]
 
-    return [*borrow(made.callers), *borrow(made.built), *((rule.kind, rule) for rule in rules), *borrow(made.last)]
+def _option_steps(
+    model: Any,
+    prepared: compat.Prepared,
+    settings: Settings,
+    sequences: Sequence[SequenceState],
+    instead: set[type],
+    *,
+    rules: bool,
+) -> tuple[list[tuple[str, Step]], ...]:
+    """What transformers makes of the options, for each row as if it were alone: processors, warpers, and what comes last."""
+    lengths = {len(sequence.request.prompt_ids) for sequence in sequences}
+    # Some look at the prompt itself; the others need no copy for every row where all rows are of one length.
+    looks = any(getattr(settings.config, f"encoder_{name}", None) for name in ("no_repeat_ngram_size",))
+    looks |= (settings.config.encoder_repetition_penalty or 1.0) != 1.0
+    shared = len(lengths) == 1 and not looks
+    built = []
+    for sequence in sequences[:1] if shared else sequences:
+        prompt = sequence.request.prompt_ids or (settings.pad,)
+        ids = torch.tensor([prompt], device=prepared.input_ids.device)
+        room = max(1, sequence.limits.max_new_tokens)
+        options = processor_options(settings, rules=rules, room=room, prompt_tokens=len(prompt))
+        built.append(compat.make_processors(model, options, ids, instead=instead))
+
+    def steps(part: int) -> list[tuple[str, Step]]:
+        columns = zip(*(own[part] for own in (built * len(sequences) if shared else built)), strict=True)
+        return [(type(column[0]).__name__, OptionStep(column)) for column in columns]
+
+    return steps(0), steps(1), steps(2)

@@ -84,6 +84,8 @@ class Decoder:
         prepared = compat.Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         tokenizer = dk_tokenizer if dk_tokenizer is not None else self.tokenizer
         try:
+            if not isinstance(dk_inputs, Sequence | None) or isinstance(dk_inputs, str):
+                raise InputError(f"dk_inputs is a list of one dict a prompt, got {type(dk_inputs).__name__}")
             given = Given(tokenizer=tokenizer, models=self.models, inputs=list(dk_inputs or ()))
             call = assemble(model, prepared, self.recipe, given)
             stream.start(call.prepared.input_ids)
@@ -97,7 +99,7 @@ class Decoder:
             stream.end()
 
     def run(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt] | str, **generation_options: Any
+        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt] | str | Mapping[str, Any], **generation_options: Any
     ) -> list[Output]:
         """Decode texts, as one batch.
 
@@ -112,7 +114,8 @@ class Decoder:
             an output a prompt, in order (``num_return_sequences`` of them in a row); one that failed has
             ``finish_reason`` ``error`` and says why.
         """
-        texts = self._texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, generation_options)
+        given: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        texts = self._texts(model, tokenizer, given, generation_options)
         for _ in texts.run():
             pass
         return [output for _, output in texts.outputs()]
@@ -122,8 +125,11 @@ class Decoder:
 
         Raises:
             RowError: the prompt could not be decoded.
+            InputError: several sequences are asked for.
         """
         texts = self._texts(model, tokenizer, [prompt], generation_options)
+        if texts.copies > 1:
+            raise InputError(f"stream gives out one text, num_return_sequences asks for {texts.copies}; use run")
         for record in texts.run():
             for piece in record.pieces:
                 if piece:
@@ -150,7 +156,9 @@ class Decoder:
         ids = tokenizer(continuation, add_special_tokens=False).input_ids
         if not ids:
             raise InputError(f"the continuation {continuation!r} has no token; give at least one")
-        options = {**generation_options, "max_new_tokens": len(ids)}
+        # What happens at the end of the output (a forced EOS) happens where the decoder's own limit is.
+        length = generation_options.get("max_new_tokens", self.recipe.generation.max_new_tokens) or 0
+        options = {**generation_options, "max_new_tokens": max(length, len(ids))}
         return self._texts(model, tokenizer, [{"prompt": text, **inputs}], options).score(ids)
 
     def _texts(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> TextCall:
@@ -205,6 +213,7 @@ class Recorder:
 def _report_failures(sequences: Sequence[SequenceState]) -> None:
     failed = [sequence for sequence in sequences if sequence.error is not None]
     if failed and len(failed) == len(sequences):
-        raise RowError(f"row {failed[0].row}: {failed[0].error}")
+        raise RowError(f"prompt {failed[0].request.prompt}: {failed[0].error}")
     for sequence in failed:
-        warnings.warn(f"row {sequence.row} ended early: {sequence.error}", RuntimeWarning, stacklevel=4)
+        where = f"row {sequence.row} (prompt {sequence.request.prompt})"
+        warnings.warn(f"{where} ended early: {sequence.error}", RuntimeWarning, stacklevel=4)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
-from decodekit.core.errors import DecodekitError, PluginError, RowError
+from decodekit.core.errors import PluginError, RowError
 from decodekit.core.protocols import Rule, TokenStrategy
 from decodekit.core.types import BranchOutputs, FinishReason, Outputs, Request, Rows
+from decodekit.runtime.guard import guarded
 from decodekit.runtime.pipeline import Picked, Pipeline, select
 from decodekit.runtime.session import DynamicSession, Session
 from decodekit.runtime.text import TextTracker
@@ -199,9 +200,7 @@ class Loop:
             if isinstance(step, Rule) and type(step).init_state is not Rule.init_state
         ]
         for sequence in sequences:
-            sequence.states = [
-                step.init_state(sequence.request) if isinstance(step, Rule) else None for _, step in pipeline.steps
-            ]
+            sequence.states = [self._initial(step, sequence.request) for _, step in pipeline.steps]
 
     @property
     def live(self) -> list[SequenceState]:
@@ -248,9 +247,7 @@ class Loop:
                 sequence.fail(picked.failures[position])
                 pieces.append("")
                 continue
-            for step in self._stateful:
-                rule: Any = self._pipeline.steps[step][1]
-                sequence.states[step] = rule.commit(sequence.states[step], token, picked.final[position])
+            self._commit_states(sequence, token, picked.final[position])
             if self._keep_logprobs:
                 sequence.logprobs.append(chosen[position])
             pieces.append(sequence.commit(token, now))
@@ -291,10 +288,20 @@ class Loop:
                 raise RowError(why)
             taken = picked.final.log_softmax(-1).gather(-1, known[0, group].unsqueeze(-1))
             logprobs += taken.squeeze(-1).tolist()
-            for step in self._stateful:
-                rule: Any = self._pipeline.steps[step][1]
-                sequence.states[step] = rule.commit(sequence.states[step], ids[group[-1]], picked.final[-1])
+            self._commit_states(sequence, ids[group[-1]], picked.final[-1])
         return logprobs
+
+    def _initial(self, step: Any, request: Request) -> Any:
+        if not isinstance(step, Rule):
+            return None
+        with guarded(step, "init_state"):
+            return step.init_state(request)
+
+    def _commit_states(self, sequence: SequenceState, token: int, logits: Tensor) -> None:
+        for step in self._stateful:
+            rule: Any = self._pipeline.steps[step][1]
+            with guarded(rule, "commit"):
+                sequence.states[step] = rule.commit(sequence.states[step], token, logits)
 
     def _follow(self, index: Tensor, picked: Picked, live: Sequence[SequenceState]) -> None:
         """Show the chosen tokens to those who see the rows padded: the caller's processors and criteria."""
@@ -317,12 +324,8 @@ def score(strategy: TokenStrategy, outputs: Outputs) -> Tensor:
         PluginError: it failed or gave another shape than [P, V].
     """
     expected = outputs["main"].logits.shape
-    try:
+    with guarded(strategy, "score"):
         scores = strategy.score(outputs)
-    except DecodekitError:
-        raise
-    except Exception as error:
-        raise PluginError(f"strategy {strategy.kind!r} failed: {type(error).__name__}: {error}") from error
     if not isinstance(scores, Tensor) or scores.shape != expected or not scores.is_floating_point():
         given = f"{tuple(scores.shape)} {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
         raise PluginError(f"strategy {strategy.kind!r} returned {given}; expected floating-point {tuple(expected)}")

@@ -33,7 +33,7 @@ class Picked:
     Attributes:
         tokens: [P] int64.
         final: [P, V] logits after all rules.
-        failures: position -> why it cannot go on.
+        failures: a position, why it cannot go on.
         stages: (name, [P, V]) after the strategy and after each rule; only when asked for.
     """
 
@@ -85,7 +85,7 @@ class Pipeline:
         if bool(broken.any()):
             logits = logits.clone()
             for position in broken.nonzero().flatten().tolist():
-                row = self._rescue([(name, stage[position]) for name, stage in stages])
+                row = self._rescue(position, rows, stages, states)
                 if isinstance(row, str):
                     failures[position] = row
                     # Any legal row will do: what is picked here is thrown away.
@@ -100,30 +100,47 @@ class Pipeline:
     def _apply(self, index: int, rows: Rows, logits: Tensor, states: Sequence[Sequence[Any]]) -> Tensor:
         name, step = self.steps[index]
         own = dataclasses.replace(rows, states=states[index], lane=1 + LANES_PER_RULE * index)
+        version = logits._version
         try:
             result = step(own, logits)
         except DecodekitError:
             raise
         except Exception as error:
             raise PluginError(f"rule {name!r} failed: {type(error).__name__}: {error}") from error
+        if logits._version != version:
+            raise PluginError(f"rule {name!r} edited the logits it was given, which others share; return a new tensor")
         if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
             given = f"{tuple(result.shape)} {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
             raise PluginError(f"rule {name!r} returned {given}; expected {tuple(logits.shape)} {logits.dtype}")
         return result
 
-    def _rescue(self, stages: Sequence[tuple[str, Tensor]]) -> Tensor | str:
+    def _rescue(
+        self,
+        position: int,
+        rows: Rows,
+        stages: Sequence[tuple[str, Tensor]],
+        states: Sequence[Sequence[Any]],
+    ) -> Tensor | str:
         """The logits [V] that the fallback gives a position, or why it cannot go on.
 
         Args:
-            stages: (name, [V]) of this position after the strategy and after each rule.
+            position: the position.
+            rows: all positions.
+            stages: (name, [P, V]) after the strategy and after each rule.
+            states: as in the call.
         """
-        scores = stages[0][1]
+        scores = stages[0][1][position]
         if not torch.isfinite(scores.max()):
             found = "NaN" if bool(scores.isnan().any()) else "no finite value" if scores.max() < 0 else "infinity"
             return f"the scores of the next token hold {found}: the model or the strategy is broken for this prompt"
-        broken = next(index for index, (_, logits) in enumerate(stages) if not torch.isfinite(logits.max()))
+        broken = next(index for index, (_, logits) in enumerate(stages) if not torch.isfinite(logits[position].max()))
         if self.fallback == "relax":
-            return stages[broken - 1][1]
+            # Only what broke the row is left out: the rules behind it still hold.
+            own, logits = select(rows, [position]), stages[broken - 1][1][position : position + 1]
+            for index in range(broken, len(self.steps)):
+                result = self._apply(index, own, logits, [[column[position]] for column in states])
+                logits = result if torch.isfinite(result.max()) else logits
+            return logits[0]
         if self.fallback == "raw":
             return scores
         if self.fallback == "eos" and self.eos:
@@ -131,7 +148,10 @@ class Pipeline:
             ended[list(self.eos)] = 0.0
             return ended
         why = "no EOS id is known for fallback: eos" if self.fallback == "eos" else "or set fallback: relax | eos | raw"
-        return f"rule {stages[broken][0]!r} left no token to choose from; loosen it, {why}"
+        name, logits = stages[broken]
+        if bool((logits[position] != -math.inf).any()):
+            return f"rule {name!r} made NaN or infinity of the logits; mend it, {why}"
+        return f"rule {name!r} left no token to choose from; loosen it, {why}"
 
 
 def select(rows: Rows, positions: Sequence[int]) -> Rows:

@@ -7,23 +7,34 @@ the default cannot be seen.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
 
 from decodekit.core import compat, registry
-from decodekit.core.errors import InputError, Refused
+from decodekit.core.errors import Refused
 from decodekit.core.protocols import Rule, SearchStrategy
 from decodekit.recipe import Generation, Recipe
 
-# A warper option that the call names replaces the recipe's rule of this kind.
+# An option that the call names takes the place of the recipe's rule of this kind ...
 _RULE_OF = {
     "temperature": ("temperature", "t"),
     "top_k": ("top_k", "k"),
     "top_p": ("top_p", "p"),
     "min_p": ("min_p", "p"),
 }
+# ... or, where transformers makes a processor of it, only puts that rule out of force ...
+_PROCESSOR_OF = {
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram",
+    "bad_words_ids": "bad_words",
+    "min_new_tokens": "min_length",
+    "min_length": "min_length",
+}
+# ... and these warpers have no rule yet: transformers' own follow the recipe's rules.
+_WARPERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @dataclass(frozen=True)
@@ -33,65 +44,78 @@ class Settings:
     Attributes:
         config: every winning generation option.
         named: options that the call named.
-        max_new_tokens: most tokens a row may get.
+        max_new_tokens: most tokens of output; ``None`` where ``max_length`` says it.
+        max_length: most tokens of prompt and output of a row; ``None`` where ``max_new_tokens`` says it.
         eos: ids that end a row.
         pad: id that fills ended rows.
         stop_strings: texts that end a row.
         copies: rows that are still to be made of each given one (a recipe's ``num_return_sequences``).
+        criteria: the caller's own stopping criteria.
     """
 
     config: GenerationConfig
     named: frozenset[str]
-    max_new_tokens: int
+    max_new_tokens: int | None
+    max_length: int | None
     eos: tuple[int, ...]
     pad: int
     stop_strings: tuple[str, ...]
     copies: int
+    criteria: compat.Criteria
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that a row with this prompt may still get."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        assert self.max_length is not None
+        return self.max_length - prompt_tokens
 
 
-def resolve(model: Any, prepared: compat.Prepared, recipe: Recipe) -> Settings:
+def resolve(model: Any, prepared: compat.Prepared, recipe: Recipe, named: Collection[str] = ()) -> Settings:
     """Merge the options of the call, the recipe and the model.
+
+    Args:
+        model: the model being decoded.
+        prepared: what ``generate`` handed over.
+        recipe: the recipe.
+        named: options of the recipe that the call itself named (``Decoder.run`` sees them all).
 
     Raises:
         Refused: an option asks for something that this recipe's strategy cannot do.
-        InputError: no room is left for a new token.
     """
     call, default = prepared.config, compat.defaults(model)
+    criteria = compat.callers_criteria(prepared)
     wanted = recipe.generation.model_dump(exclude_none=True, exclude={"seed"})
     winning = copy.copy(call)
     width = prepared.input_ids.shape[1]
-    named = {name for name in vars(call) if not name.startswith("_") and _differs(call, default, name)}
-    named -= {"max_length", "min_length"}
-    if _names_length(model, call, default, width):
-        named |= {"max_new_tokens", "max_length"}
-    elif {"max_new_tokens", "max_length"} & wanted.keys():
-        winning.max_new_tokens, winning.max_length = None, None
+    seen = {name for name in vars(call) if not name.startswith("_") and _differs(call, default, name)}
+    seen -= {"max_length", "min_length"}
+    if call.min_new_tokens is not None:
+        winning.min_length = 0  # generate has added the padded prompt to it; min_new_tokens says the same by itself
+    elif call.min_length != default.min_length:
+        seen.add("min_length")
     for name, value in wanted.items():
-        if name not in named:
+        if name not in seen:
             setattr(winning, name, value)
-    if winning.max_new_tokens is not None:
-        winning.max_length = width + winning.max_new_tokens
-    if {"eos_token_id", "pad_token_id", "bos_token_id"} & (wanted.keys() - named):
+    lengths = _lengths(model, call, default, wanted, criteria, width)
+    if {"eos_token_id", "pad_token_id", "bos_token_id"} & (wanted.keys() - seen):
         compat.set_special_tokens(winning, prepared.input_ids.device)
     _refuse(winning, recipe)
-    max_new_tokens = winning.max_length - width
-    if max_new_tokens < 1:
-        raise InputError(
-            f"max_length {winning.max_length} leaves no room after a prompt of {width} tokens; raise max_new_tokens"
-        )
     eos = winning.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    pad = winning.pad_token_id if winning.pad_token_id is not None else (eos[0] if eos else 0)
-    stops = winning.stop_strings or ()
-    copies = winning.num_return_sequences // max(1, call.num_return_sequences)
+    stops = winning.stop_strings or default.stop_strings or ()
+    if criteria.replaces_time:
+        winning.max_time = None
     return Settings(
-        winning,
-        frozenset(named),
-        max_new_tokens,
-        eos,
-        pad,
-        (stops,) if isinstance(stops, str) else tuple(stops),
-        copies,
+        config=winning,
+        named=frozenset(seen) | frozenset(named),
+        max_new_tokens=lengths[0],
+        max_length=lengths[1],
+        eos=() if criteria.replaces_eos else eos,
+        pad=winning.pad_token_id if winning.pad_token_id is not None else (eos[0] if eos else 0),
+        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops),
+        copies=_copies(winning, call, prepared),
+        criteria=criteria,
     )
 
 
@@ -99,18 +123,56 @@ def _differs(call: GenerationConfig, default: GenerationConfig, name: str) -> bo
     return bool(getattr(call, name, None) != getattr(default, name, None))
 
 
-def _names_length(model: Any, call: GenerationConfig, default: GenerationConfig, width: int) -> bool:
-    """Whether the call set a length: ``generate`` has already added the prompt to a default ``max_length``."""
-    if call.max_new_tokens != default.max_new_tokens:
-        return True
+def _lengths(
+    model: Any,
+    call: GenerationConfig,
+    default: GenerationConfig,
+    wanted: Mapping[str, Any],
+    criteria: compat.Criteria,
+    width: int,
+) -> tuple[int | None, int | None]:
+    """(max_new_tokens, max_length), one of them ``None``; ``generate`` has added the padded prompt to a default length."""
+    if call.max_new_tokens != default.max_new_tokens and call.max_new_tokens is not None:
+        return call.max_new_tokens, None
+    if criteria.max_length is not None:
+        return criteria.max_length - width, None
     added = default.max_length + width
-    unseen = {default.max_length, added, min(added, compat.context_length(model) or added)}
-    return call.max_new_tokens is None and call.max_length not in unseen
+    if call.max_length not in {default.max_length, added, min(added, compat.context_length(model) or added)}:
+        return None, call.max_length
+    if "max_new_tokens" in wanted:
+        return wanted["max_new_tokens"], None
+    if "max_length" in wanted:
+        return None, wanted["max_length"]
+    if call.max_new_tokens is not None:
+        return call.max_new_tokens, None
+    # A model's own default counts the prompt, transformers' default of 20 does not.
+    return (
+        (None, call.max_length) if model.generation_config.max_length is not None else (call.max_length - width, None)
+    )
+
+
+def _copies(winning: GenerationConfig, call: GenerationConfig, prepared: compat.Prepared) -> int:
+    given, asked = call.num_return_sequences or 1, winning.num_return_sequences or 1
+    if asked == given:
+        return 1
+    cache = prepared.model_kwargs.get(compat.CACHE_KEY)
+    reason = None
+    if asked % given:
+        reason = f"the call has already made {given} of each"
+    elif cache is not None and getattr(cache, "_is_user_defined", False):
+        reason = "the call brings a cache for one row a prompt"
+    elif any(type(own).__name__ == "PrefixConstrainedLogitsProcessor" for own in prepared.logits_processor):
+        reason = "prefix_allowed_tokens_fn counts the rows of the call"
+    if reason is not None:
+        raise Refused(
+            f"the recipe's num_return_sequences={asked} cannot be honoured: {reason}; give num_return_sequences to the call"
+        )
+    return asked // given
 
 
 def _refuse(winning: GenerationConfig, recipe: Recipe) -> None:
     for option, instead in Generation.elsewhere.items():
-        if getattr(winning, option, None):
+        if option != "cache_implementation" and getattr(winning, option, None):
             raise Refused(f"{option}={getattr(winning, option)!r} was given to generate; with decodekit say {instead}")
     beams = winning.num_beams or 1
     if beams > 1 and not isinstance(recipe.strategy, SearchStrategy):
@@ -121,19 +183,43 @@ def _refuse(winning: GenerationConfig, recipe: Recipe) -> None:
 
 
 def merge_rules(rules: tuple[Rule, ...], settings: Settings) -> tuple[Rule, ...]:
-    """The recipe's rules, with those replaced whose option the call named."""
-    merged = list(rules)
+    """The recipe's rules that hold, those replaced whose option the call named; greedy leaves out what only sampling needs."""
+    sample = bool(settings.config.do_sample)
+    gone = {kind for option, kind in _PROCESSOR_OF.items() if option in settings.named}
+    merged = [rule for rule in rules if rule.kind not in gone and (sample or not rule.sampling_only)]
+    if not sample:
+        return tuple(merged)
     for option, (kind, field) in _RULE_OF.items():
-        if option not in settings.named:
-            continue
         value = getattr(settings.config, option)
-        if option == "top_k" and value == 0:  # how generate says "off"
-            merged = [own for own in merged if own.kind != kind]
+        if option not in settings.named or value is None:
             continue
-        rule: Any = registry.create("rules", {"kind": kind, field: value})
-        places = [index for index, own in enumerate(merged) if own.kind == kind]
-        for index in places:
-            merged[index] = rule
-        if not places:
-            merged.append(rule)
+        place = next((index for index, own in enumerate(merged) if own.kind == kind), None)
+        merged = [own for own in merged if own.kind != kind]
+        if option in ("top_k", "min_p") and value == 0:  # how generate says "off"
+            continue
+        rule: Any = registry.create("rules", {"kind": f"{registry.OWN_DISTRIBUTION}:{kind}", field: value})
+        if place is None:
+            # Temperature comes before what cuts the distribution, as in generate.
+            cuts = (index for index, own in enumerate(merged) if own.sampling_only)
+            place = next(cuts, len(merged)) if option == "temperature" else len(merged)
+        merged.insert(place, rule)
     return tuple(merged)
+
+
+def processor_options(settings: Settings, *, rules: bool, room: int, prompt_tokens: int) -> GenerationConfig:
+    """The options from which transformers makes its processors for a row.
+
+    Args:
+        settings: what holds for the call.
+        rules: whether the recipe has rules, which replace the sampling warpers.
+        room: tokens that the row may still get.
+        prompt_tokens: of the row.
+    """
+    config = copy.copy(settings.config)
+    config.max_length = prompt_tokens + room
+    if rules:
+        config.temperature, config.top_k, config.top_p, config.min_p = 1.0, 0, 1.0, None
+        for option in _WARPERS:
+            if option not in settings.named:
+                setattr(config, option, None)
+    return config

@@ -29,6 +29,8 @@ def encode(tokenizer: Any, prompt: str | Sequence[Message], *, raw: bool = False
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError("the prompt is empty; give at least one word")
+        if not prompt.isprintable() and any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise InputError("the prompt is not valid Unicode (a lone surrogate): it was probably not UTF-8")
         if raw or not getattr(tokenizer, "chat_template", None):
             return list(tokenizer(prompt).input_ids)
         prompt = [{"role": "user", "content": prompt}]
@@ -59,7 +61,11 @@ class TextTracker:
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._stops = tuple(stop_strings)
+        # A special token has no text here: as a stop string it is matched by its id.
+        ids = {stop: tokenizer(stop, add_special_tokens=False).input_ids for stop in stop_strings}
+        special = {stop: own[0] for stop, own in ids.items() if len(own) == 1 and own[0] in tokenizer.all_special_ids}
+        self._stop_ids = frozenset(special.values())
+        self._stops = tuple(stop for stop in stop_strings if stop not in special)
         self._longest = max(map(len, self._stops), default=0)
         self._ids: list[int] = []
         self._context, self._read = 0, 0
@@ -69,6 +75,9 @@ class TextTracker:
 
     def push(self, token: int) -> str:
         """Take the next token; returns the text that became certain. Sets ``stopped`` when a stop string is complete."""
+        if token in self._stop_ids:
+            self.stopped = True
+            return self._flush()
         self._ids.append(token)
         # Decoding needs earlier tokens as context (leading spaces, byte fragments), but only as far back as the last cut.
         known = self._decode(self._context, self._read)
@@ -80,12 +89,14 @@ class TextTracker:
 
     def finish(self) -> str:
         """What was held back and can now be given out."""
-        if not self.stopped:
-            rest = self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._read)) :]
-            self._read = len(self._ids)
-            self._append(rest)
-        piece, self._given = self.text[self._given :], len(self.text)
-        return piece
+        return self._flush() if not self.stopped else ""
+
+    def _flush(self) -> str:
+        rest = self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._read)) :]
+        self._read = len(self._ids)
+        piece = self._append(rest)
+        held, self._given = self.text[self._given :], len(self.text)
+        return piece + held
 
     def _decode(self, start: int, stop: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))

@@ -15,11 +15,11 @@ from decodekit.core.errors import InputError
 from decodekit.core.trace import TraceWriter
 from decodekit.core.types import Output
 from decodekit.recipe import Generation, Recipe, load_recipe
-from decodekit.runtime.call import Call, Given, assemble, left_pad
+from decodekit.runtime.call import Call, Given, assemble, left_pad, too_long
 from decodekit.runtime.loop import SequenceState, StepRecord
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.text import Prompt, encode, split_inputs
-from decodekit.runtime.tracing import trace_ends, trace_step
+from decodekit.runtime.tracing import trace_ends, trace_start, trace_step
 
 
 class TextCall:
@@ -48,30 +48,25 @@ class TextCall:
     ) -> None:
         options = dict(options)
         raw = bool(options.pop("raw", False))
-        self._streamer = options.pop("streamer", None)
+        self._stream = Stream(options.pop("streamer", None))
         self._trace: str | Path | None = options.pop("trace", None)
         named = {name: options.pop(name) for name in list(options) if name in Generation.model_fields}
-        self._recipe = _with_options(recipe, named) if named else recipe
-        self._model, self._tokenizer, self._options = model, tokenizer, options
-        compat.check_model(model)
-        self._errors: dict[int, str] = {}
         self._prompts: list[list[int]] = []
+        self._indices: list[int] = []
         self._inputs: list[dict[str, Any]] = []
+        self._errors: dict[int, str] = {}
         self._count = len(prompts)
-        context = compat.context_length(model)
-        for index, prompt in enumerate(prompts):
-            try:
-                text, inputs = split_inputs(prompt)
-                ids = encode(tokenizer, text, raw=raw)
-                if context is not None and len(ids) >= context:
-                    raise InputError(
-                        f"the prompt has {len(ids)} tokens, the model's context holds {context}; shorten it"
-                    )
-            except InputError as error:
-                self._errors[index] = str(error)
-                continue
-            self._prompts.append(ids)
-            self._inputs.append({"text": text, **inputs} if isinstance(text, str) else inputs)
+        self.given_out = 0
+        self._call: Call | None = None
+        try:
+            self._recipe = _with_options(recipe, named) if named else recipe
+            self._model, self._tokenizer, self._options = model, tokenizer, options
+            compat.check_model(model)
+            self._read(prompts, raw=raw)
+        except BaseException:
+            # Whoever reads from the streamer in another thread would wait for ever.
+            self._stream.end()
+            raise
         self._given = Given(
             tokenizer=tokenizer,
             models=models or {},
@@ -80,35 +75,47 @@ class TextCall:
             want_text=True,
             keep_logprobs=True,
             keep_stages=self._trace is not None,
+            named=frozenset(named),
+            prompts=self._indices,
         )
-        self.given_out = 0
-        self._call: Call | None = None
+
+    def _read(self, prompts: Sequence[Prompt], *, raw: bool) -> None:
+        context = compat.context_length(self._model)
+        for index, prompt in enumerate(prompts):
+            try:
+                text, inputs = split_inputs(prompt)
+                ids = encode(self._tokenizer, text, raw=raw)
+                if (why := too_long(len(ids), context)) is not None:
+                    raise InputError(why)
+            except InputError as error:
+                self._errors[index] = str(error)
+                continue
+            self._prompts.append(ids)
+            self._indices.append(index)
+            self._inputs.append({"text": text, **inputs} if isinstance(text, str) else inputs)
 
     def _prepare(self, prompts: Sequence[Sequence[int]]) -> compat.Prepared:
         pad = self._tokenizer.pad_token_id
         ids, mask = left_pad(prompts, pad if pad is not None else 0, self._model.device)
         length = self._recipe.generation.max_new_tokens
-        options = {"max_new_tokens": length} if length is not None else {}
+        options: dict[str, Any] = {} if length is None else {"max_new_tokens": length}
+        # generate would ask for the tokenizer, which it has no place for here: stop strings are decodekit's own.
+        options["stop_strings"] = None
         return compat.prepare(self._model, ids, mask, pad_token_id=pad, **options, **self._options)
 
     def run(self) -> Iterator[StepRecord]:
         """Decode, a record a step."""
-        if not self._prompts:
-            return
-        stream = Stream(self._streamer)
-        writer = TraceWriter(self._trace) if self._trace is not None else None
+        writer: TraceWriter | None = None
         try:
+            if not self._prompts:
+                return
+            writer = TraceWriter(self._trace) if self._trace is not None else None
             call = self._call = assemble(self._model, self._prepare(self._prompts), self._recipe, self._given)
-            stream.start(call.prepared.input_ids)
+            self._stream.start(call.prepared.input_ids)
             if writer is not None:
-                writer.header(
-                    model=self._model.config._name_or_path,
-                    recipe=self._recipe.to_dict(),
-                    prompt_ids=[list(sequence.request.prompt_ids) for sequence in call.sequences],
-                    seed=call.seed,
-                )
+                trace_start(writer, self._model.config._name_or_path, self._recipe.to_dict(), call.seed, call.sequences)
             for record in call.loop.run():
-                stream.put(record)
+                self._stream.put(record)
                 if writer is not None:
                     trace_step(writer, record, lambda token: str(self._tokenizer.decode([token])))
                 self.given_out += sum(map(len, record.pieces))
@@ -116,9 +123,14 @@ class TextCall:
             if writer is not None:
                 trace_ends(writer, call.sequences)
         finally:
-            stream.end()
+            self._stream.end()
             if writer is not None:
                 writer.close()
+
+    @property
+    def copies(self) -> int:
+        """Outputs of each prompt."""
+        return self._recipe.generation.num_return_sequences or 1
 
     def cancel(self) -> None:
         """End every row that is still decoding where it stands; what it has is kept."""
@@ -149,21 +161,26 @@ class TextCall:
             finish_reason=sequence.finish_reason,
             logprobs=sequence.logprobs,
             stats=_stats(self._call, sequence),
-            error=sequence.error,
+            error=None if sequence.error is None else f"prompt {sequence.request.prompt}: {sequence.error}",
         )
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """The log-probabilities of these tokens after the one prompt."""
         if self._errors:
             raise InputError(self._errors[0])
-        given = dataclasses.replace(self._given, scoring=True)
-        call = assemble(self._model, self._prepare(self._prompts), self._recipe, given)
         context = compat.context_length(self._model)
         if context is not None and len(self._prompts[0]) + len(ids) > context:
             raise InputError(
                 f"the prompt has {len(self._prompts[0])} tokens and the continuation {len(ids)}; the model's context holds "
                 f"{context} in all"
             )
+        # One row, whose tokens are all known, in one forward.
+        options = {"num_return_sequences": 1, "prefill_chunk_size": None}
+        generation = self._recipe.generation.model_copy(update=options)
+        recipe = self._recipe.model_copy(update={"generation": generation})
+        call = assemble(
+            self._model, self._prepare(self._prompts), recipe, dataclasses.replace(self._given, scoring=True)
+        )
         if call.sequences[0].error is not None:
             raise InputError(call.sequences[0].error)
         return call.loop.score(ids)
@@ -172,7 +189,9 @@ class TextCall:
 def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
     """The recipe with these generation options instead of its own."""
     wanted = {**recipe.generation.model_dump(exclude_none=True), **named}
-    return recipe.model_copy(update={"generation": load_recipe({"generation": wanted}).generation})
+    # Validated beside the strategy, which some options must fit; the rules give way to options that are named.
+    checked = load_recipe({"strategy": recipe.strategy, "generation": wanted})
+    return recipe.model_copy(update={"generation": checked.generation})
 
 
 def _stats(call: Call, sequence: SequenceState) -> dict[str, Any]:

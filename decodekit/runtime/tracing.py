@@ -15,6 +15,26 @@ ALTERNATIVES = 5
 """Most likely tokens that a trace keeps of every stage."""
 
 
+def trace_start(
+    writer: TraceWriter, model: str, recipe: dict[str, Any], seed: int, sequences: Sequence[SequenceState]
+) -> None:
+    """Write the header; a row's own seed and sample index, with its prompt, name all its draws."""
+    writer.header(
+        model=model,
+        recipe=recipe,
+        seed=seed,
+        prompt_ids=[list(sequence.request.prompt_ids) for sequence in sequences],
+        rows=[
+            {
+                "prompt": sequence.request.prompt,
+                "seed": sequence.request.stream.seed,
+                "sample": sequence.request.stream.sample,
+            }
+            for sequence in sequences
+        ],
+    )
+
+
 def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int], str]) -> None:
     """Write one token record a live row."""
     final = record.picked.final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,13 +26,6 @@ SEARCH = settings(
     suppress_health_check=list(HealthCheck),
 )
 MAX_ROWS = 5
-INTERRUPTED = object()
-AT_LINE = st.none() | st.integers(1, 60)
-FAILURE = (
-    st.just({})
-    | st.builds(dict, at_line=st.integers(1, 60))
-    | st.builds(dict, fail_at=st.integers(0, 2), late=st.booleans())
-)
 TOKENS = st.sampled_from([1, 1, 2, 3, 4, 0]).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n, max_size=n))
 TENANTS = [{"salt": None}, {"salt": "b"}, {"extra": "lora"}, {"media": [(1, 3, "cat")]}, {"media": [(2, 3, "dog")]}]
 
@@ -50,28 +44,33 @@ class PoolMachine(RuleBasedStateMachine):
         size=st.sampled_from([2, 2, 1, 3]),
         window=st.sampled_from([None, None, 3, 4]),
         prefix_cache=st.sampled_from([True] * 5 + [False]),
+        interrupted_lines=st.none() | st.tuples(st.integers(1, 11), st.just(11)),
     )
-    def start(self, num_blocks, size, window, prefix_cache):
+    def start(self, num_blocks, size, window, prefix_cache, interrupted_lines):
         self.pool = BlockPool(num_blocks, size, prefix_cache=prefix_cache, window=window)
         self.model = Model(num_blocks, size, window, prefix_cache)
+        self.interrupted_lines = interrupted_lines
         self.history = [Prompt([], **other) for other in TENANTS]
 
     def state(self):
         return state(self.pool, *(row.table for row in self.model.rows))
 
-    def attempt(self, operation, at_line: int | None):
-        """What the operation gives; interrupted, it must have left no trace."""
+    def attempt(self, operation):
+        """What the operation gives; before, it is interrupted at some of its lines, which must leave no trace."""
         before = self.state()
-        try:
-            with interrupted(at_line):
-                return operation()
-        except Interrupted:
-            assert self.state() == before, "an interrupted operation leaves no trace"
-            return INTERRUPTED
+        for line in count(*self.interrupted_lines) if self.interrupted_lines else ():
+            try:
+                with interrupted(line):
+                    return operation()
+            except Interrupted:
+                assert self.state() == before, "an interrupted operation leaves no trace"
+        return operation()
 
     def draw_row(self, data) -> Row:
+        """One with tokens, most of the time. Drawn by number: hypothesis keeps what it prints alive."""
         rows = self.model.rows
-        return data.draw(st.sampled_from([*rows, *(row for row in rows if row.tokens for _ in range(3))]))
+        weighted = [number for number, row in enumerate(rows) for _ in range(3 if row.tokens else 1)]
+        return rows[data.draw(st.sampled_from(weighted))]
 
     def draw_prompt(self, data) -> Prompt:
         """The beginning of what was seen before, and a suffix; now and then for another tenant, adapter or image."""
@@ -83,12 +82,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     # Steps that rules are made of
 
-    def open(self, prompt: Prompt, at_line: int | None = None, depth: int | None = None) -> Row | None:
+    def open(self, prompt: Prompt, depth: int | None = None) -> Row:
         places = self.model.donors(prompt)
         assert self.pool.resumable(prompt) == [place for place, _ in places], "live donors are found, honest ones only"
-        table = self.attempt(lambda: self.pool.open(prompt, depth=depth), at_line)
-        if table is INTERRUPTED:
-            return None
+        table = self.attempt(lambda: self.pool.open(prompt, depth=depth))
         place, blocks = next(found for found in reversed(places) if depth in (None, found[0]))
         assert table.num_cached == table.length == table.committed == place
         assert place < max(len(prompt.tokens), 1), "a token is left to compute"
@@ -97,70 +94,70 @@ class PoolMachine(RuleBasedStateMachine):
         self.model.opened(row)
         return row
 
-    def make_room(
-        self, rows: list[Row], count: int, at_line: int | None = None, fail_at: int | None = None, late: bool = False
-    ) -> list[list[Copy]] | None:
-        """The copies that are to be done, if there is room now; where there is none, the oldest row is preempted."""
+    def make_room(self, rows: list[Row], count: int) -> list[list[Copy]] | None:
+        """The copies that are to be done, if there is room."""
         pool, tables, before = self.pool, [row.table for row in rows], self.state()
         needed = self.model.demand(rows, count)
         fits = needed <= len(self.model.free()) + len(self.model.idle)
         assert pool.can_allocate(needed) == fits
-        if not fits or (fail_at is not None and fail_at < needed):
-            with failing_take(pool, fail_at, late), pytest.raises((OutOfBlocks, Interrupted)):
+        if not fits:
+            with pytest.raises(OutOfBlocks):
                 pool.append_together(tables, count)
             assert self.state() == before, "a failed append leaves no trace"
-            if not fits:
-                self.retire(self.model.rows[0])
             return None
-        copies = self.attempt(lambda: pool.append_together(tables, count), at_line)
-        if copies is INTERRUPTED:
-            return None
+        for index in range(needed if self.interrupted_lines else 0):
+            with failing_take(pool, index, late=index % 2 == 1), pytest.raises(Interrupted):
+                pool.append_together(tables, count)
+            assert self.state() == before, "a failed append leaves no trace"
+        copies = self.attempt(lambda: pool.append_together(tables, count))
         self.model.appended(rows, count, copies)
         return copies
 
-    def write(self, row: Row, tokens: list[int], accepted: int, at_line: int | None = None) -> None:
+    def make_room_for(self, row: Row, tokens: list[int]) -> bool:
+        """Whether there is room in the end; as long as there is none, the oldest row is preempted."""
+        while row in self.model.rows:
+            copies = self.make_room([row], max(len(row.tokens) + len(tokens) - row.length, 0))
+            if copies is not None:
+                self.model.copy(copies[0])
+                return True
+            self.release_row(self.model.rows[0])
+        return False
+
+    def write(self, row: Row, tokens: list[int], accepted: int) -> None:
         """Write tokens where there is room, and commit the first of them."""
         start, kept = len(row.tokens), tokens[:accepted]
         self.model.write(row, tokens, self.pool.slot_mapping(row.table, start, start + len(tokens)))
-        if self.attempt(lambda: self.pool.commit(row.table, kept), at_line) is not INTERRUPTED:
-            self.model.committed(row, kept)
+        self.attempt(lambda: self.pool.commit(row.table, kept))
+        self.model.committed(row, kept)
 
-    def compute(self, row: Row, tokens: list[int], at_line: int | None = None, **failure) -> bool:
-        """Whether there was room for the tokens, in the end; then they are written and committed."""
-        while row in self.model.rows:
-            if (copies := self.make_room([row], self.missing(row, tokens), at_line, **failure)) is not None:
-                self.model.copy(copies[0])
-                self.write(row, tokens, len(tokens))
-                return True
-            at_line, failure = None, {}
-        return False
+    def compute(self, row: Row, tokens: list[int]) -> None:
+        if self.make_room_for(row, tokens):
+            self.write(row, tokens, len(tokens))
 
-    def missing(self, row: Row, tokens: list[int]) -> int:
-        return max(len(row.tokens) + len(tokens) - row.length, 0)
+    def truncate_row(self, row: Row, length: int) -> None:
+        self.attempt(lambda: self.pool.truncate(row.table, length))
+        self.model.truncated(row, length)
 
-    def truncate_to(self, row: Row, length: int, at_line: int | None = None) -> None:
-        if self.attempt(lambda: self.pool.truncate(row.table, length), at_line) is not INTERRUPTED:
-            self.model.truncated(row, length)
-
-    def retire(self, row: Row, at_line: int | None = None) -> None:
-        if self.attempt(lambda: self.pool.release(row.table), at_line) is not INTERRUPTED:
-            self.history.append(row.prompt if row.uncomputed else row.sofar)
-            self.model.released(row)
+    def release_row(self, row: Row) -> None:
+        self.attempt(lambda: self.pool.release(row.table))
+        self.history.append(row.prompt if row.uncomputed else row.sofar)
+        self.model.released(row)
 
     # Rules
 
     @precondition(has_space)
-    @rule(data=st.data(), at_line=AT_LINE, failure=FAILURE)
-    def add(self, data, at_line, failure):
-        if row := self.open(self.draw_prompt(data), at_line):
-            self.compute(row, row.uncomputed, **failure)
+    @rule(data=st.data(), computed=st.sampled_from([True] * 4 + [False]))
+    def add(self, data, computed):
+        row = self.open(self.draw_prompt(data))
+        if computed:
+            self.compute(row, row.uncomputed)
 
     @precondition(has_space)
     @rule(data=st.data())
     def add_at(self, data):
         """As one of several cache groups that agree on where to begin."""
         prompt = self.draw_prompt(data)
-        place, _ = data.draw(st.sampled_from(self.model.donors(prompt)))
+        place = data.draw(st.sampled_from([place for place, _ in self.model.donors(prompt)]))
         self.compute(row := self.open(prompt, depth=place), row.uncomputed)
 
     @precondition(lambda self: len(self.model.rows) < MAX_ROWS - 1)
@@ -169,92 +166,80 @@ class PoolMachine(RuleBasedStateMachine):
         """Neither sees what the other is about to compute, so both have the same content."""
         prompt = self.draw_prompt(data)
         for row in [self.open(prompt), self.open(prompt)]:
-            if row in self.model.rows:
-                self.compute(row, row.uncomputed)
+            self.compute(row, row.uncomputed)
 
     @precondition(has_rows)
-    @rule(data=st.data(), tokens=TOKENS, failure=FAILURE)
-    def append(self, data, tokens, failure):
-        self.compute(self.draw_row(data), tokens, **failure)
+    @rule(data=st.data(), tokens=TOKENS)
+    def append(self, data, tokens):
+        self.compute(self.draw_row(data), tokens)
 
     @precondition(has_rows)
-    @rule(data=st.data(), tokens=TOKENS, at_line=AT_LINE, kept=st.booleans())
-    def verify_draft(self, data, tokens, at_line, kept):
+    @rule(data=st.data(), tokens=TOKENS, kept=st.booleans())
+    def verify_draft(self, data, tokens, kept):
         """Room for a draft, part of which is accepted; the rest is rolled back, or its room kept."""
         row = self.draw_row(data)
-        copies = self.make_room([row], self.missing(row, tokens), at_line)
-        if copies is not None:
-            self.model.copy(copies[0])
-            self.write(row, tokens, data.draw(st.integers(0, len(tokens))), at_line)
+        if self.make_room_for(row, tokens):
+            self.write(row, tokens, data.draw(st.integers(0, len(tokens))))
             if not kept:
-                self.truncate_to(row, len(row.tokens))
+                self.truncate_row(row, len(row.tokens))
 
     @precondition(has_rows)
-    @rule(data=st.data(), failure=FAILURE)
-    def step(self, data, failure):
-        """A token for every row. It may fail at any place: before the copies, after some rows were committed."""
+    @rule(data=st.data(), tokens=TOKENS)
+    def step(self, data, tokens):
+        """As many tokens for every row. It may fail at any place: before the copies, after some rows were committed."""
         rows = [row for row in self.model.rows if row.length == len(row.tokens)]
-        lengths = [row.length for row in rows]
-        copies = self.make_room(rows, 1, **failure)
+        lengths, copies = [row.length for row in rows], self.make_room(rows, len(tokens))
         if copies is None:
             return
         committed = data.draw(st.integers(-1, len(rows)) | st.just(len(rows)))
         for place, (row, copied) in enumerate(zip(rows, copies, strict=True)):
             if committed >= 0:
                 self.model.copy(copied)
-            self.write(row, [place % 2], place < committed)
+            self.write(row, [*tokens[1:], place % 2][: len(tokens)], len(tokens) if place < committed else 0)
         if committed < len(rows):
             for row, length, copied in zip(rows, lengths, copies, strict=True):
-                self.pool.retract(row.table, length, copied)
+                self.attempt(lambda row=row, length=length, copied=copied: self.pool.retract(row.table, length, copied))
                 self.model.truncated(row, length, copied)
 
     @precondition(lambda self: has_rows(self) and has_space(self))
-    @rule(data=st.data(), at_line=AT_LINE, branches=st.tuples(TOKENS, TOKENS), failure=FAILURE)
-    def fork(self, data, at_line, branches, failure):
+    @rule(data=st.data(), branches=st.none() | st.tuples(TOKENS, TOKENS))
+    def fork(self, data, branches):
         row = self.draw_row(data)
         if row.length > len(row.tokens):
             with pytest.raises(InputError, match="not committed"):
                 self.pool.fork(row.table)
-            self.truncate_to(row, len(row.tokens))
-        table = self.attempt(lambda: self.pool.fork(row.table), at_line)
-        if table is INTERRUPTED:
-            return
-        self.model.forked(row, table)
-        for branch, tokens in zip([row, self.model.rows[-1]], branches, strict=True):
-            if branch in self.model.rows:
-                self.compute(branch, tokens, **failure)
+            self.truncate_row(row, len(row.tokens))
+        self.model.forked(row, self.attempt(lambda: self.pool.fork(row.table)))
+        for branch, tokens in zip([row, self.model.rows[-1]], branches or (), strict=False):
+            self.compute(branch, tokens)
 
     @precondition(has_rows)
-    @rule(data=st.data(), at_line=AT_LINE)
-    def truncate(self, data, at_line):
+    @rule(data=st.data(), dropped=st.sampled_from([1, 1, 1, 2, 3, 4, 99]))
+    def truncate(self, data, dropped):
         row, size = self.draw_row(data), self.pool.block_size
-        length = row.length - data.draw(st.sampled_from([1, 1, 1, 2, 3, 4, 99]))
-        self.truncate_to(row, max(length, row.needed_from // size * size), at_line)
+        self.truncate_row(row, max(row.length - dropped, row.needed_from // size * size))
 
     @precondition(has_rows)
-    @rule(data=st.data(), at_line=AT_LINE)
-    def slide(self, data, at_line):
+    @rule(data=st.data())
+    def slide(self, data):
         row = self.draw_row(data)
         first_needed = self.model.first_needed(len(row.tokens))
         if self.pool.window is None:
             first_needed = data.draw(st.integers(0, len(row.tokens)))
             row.sinks = row.sinks if row.needed_from else data.draw(st.sampled_from([0, 0, 1, 2]))
-        slid = self.attempt(lambda: self.pool.slide(row.table, first_needed, sinks=row.sinks), at_line)
-        if slid is INTERRUPTED:
-            return
+        self.attempt(lambda: self.pool.slide(row.table, first_needed, sinks=row.sinks))
         self.model.slid(row, first_needed)
         if row.table.slid:
             with pytest.raises(InputError, match="can go back"):
                 self.pool.truncate(row.table, row.table.slid * self.pool.block_size - 1)
 
     @precondition(has_rows)
-    @rule(data=st.data(), at_line=AT_LINE)
-    def release(self, data, at_line):
+    @rule(data=st.data())
+    def release(self, data):
         row = self.draw_row(data)
-        self.retire(row, at_line)
-        if row in self.model.rows:
-            return
+        self.release_row(row)
         self.pool.release(row.table)
+        assert (row.table.blocks, row.table.length) == ([], 0)
         for operation in (self.pool.fork, lambda table: self.pool.append(table, 1)):
             with pytest.raises(InputError, match="released"):
                 operation(row.table)
@@ -331,7 +316,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self):
         """Draining returns every block."""
         while self.model.rows:
-            self.retire(self.model.rows[0])
+            self.release_row(self.model.rows[0])
             self.every_reference_is_a_table_entry()
             self.free_cached_and_used_partition_the_pool()
             self.evictions_are_in_order_of_use()

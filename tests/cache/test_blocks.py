@@ -72,6 +72,33 @@ def test_forks_share_until_they_diverge_then_all_but_the_last_owner_copy():
     assert pool.stats()["copies"] == 4
 
 
+def test_in_a_step_of_forks_the_longest_writes_in_place_and_all_can_have_it_back():
+    pool = BlockPool(16, 4)
+    first = compute(pool, list(range(7)))
+    shorter, last = pool.fork(first), pool.fork(first)
+    pool.truncate(shorter, 5)
+    shared, lengths = first.blocks[-1], [7, 5, 7]
+    copies = pool.append_together([first, shorter, last], 2)
+    assert copies == [[Copy(shared, first.blocks[1])], [Copy(shared, shorter.blocks[1])], []]
+    assert [table.length for table in (first, shorter, last)] == [9, 7, 9]
+    assert pool.used_blocks == 6
+    for table, length, copied in zip([first, shorter, last], lengths, copies, strict=True):
+        pool.retract(table, length, copied)
+    assert [table.length for table in (first, shorter, last)] == lengths
+    assert first.blocks == shorter.blocks == last.blocks
+    assert pool.used_blocks == 2
+
+
+def test_a_step_has_room_for_all_tables_or_for_none():
+    pool = BlockPool(5, 2)
+    tables = [compute(pool, [number] * 2) for number in range(3)]
+    before = state(pool, *tables)
+    with pytest.raises(OutOfBlocks, match="3 blocks needed, 2 free"):
+        pool.append_together(tables, 1)
+    assert state(pool, *tables) == before
+    assert pool.append_together(tables[1:], 1) == [[], []]
+
+
 def test_a_full_hit_leaves_a_token_to_compute():
     pool = BlockPool(8, 4)
     pool.release(compute(pool, list(range(8))))

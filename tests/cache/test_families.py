@@ -226,7 +226,11 @@ def test_an_exception_in_a_layer_leaves_everything_as_before(model, ids, layer, 
     def boom(*_):
         raise Boom
 
-    hook = layers[layer].register_forward_pre_hook(boom) if place == "before" else layers[layer].register_forward_hook(boom)
+    hook = (
+        layers[layer].register_forward_pre_hook(boom)
+        if place == "before"
+        else layers[layer].register_forward_hook(boom)
+    )
     try:
         with pytest.raises(Boom):
             go(tail, 18)

@@ -207,16 +207,28 @@ def test_a_sequence_in_decode_never_holds_more_than_its_last_block() -> None:
 
 def test_what_inference_mode_wrote_can_be_written_outside_and_needs_no_gradient() -> None:
     with torch.inference_mode():
-        store = new_store("int4")
-        store.write(slots_of(0, 0, 4), *tokens(4))
+        unsealed, store = new_store("int4"), new_store("int4")
+        unsealed.write(slots_of(1, 0, 2), *tokens(2))
         store.write(slots_of(1, 0, 2), *tokens(2))
-        store.seal(ids(0))
+        for block in (0, 2, 3):
+            store.write(slots_of(block, 0, 4), *tokens(4))
+        store.seal(ids(0, 2, 3))
     keys, values = (part.requires_grad_() for part in tokens(2))
-    store.write(slots_of(1, 2, 4), keys, values)
+    for each in (unsealed, store):
+        each.write(slots_of(1, 2, 4), keys, values)
     store.write(slots_of(0, 2, 4), keys, values)
     store.copy(ids(0, 1), ids(2, 3))
     store.seal(ids(1))
     assert not any(part.requires_grad for part in read(store, torch.arange(16)))
+
+
+def test_what_is_sealed_stays_when_it_is_sealed_again() -> None:
+    store = new_store("int4")
+    store.write(slots_of(0, 0, 8), *tokens(8))
+    store.seal(ids(0))
+    before = read(store, slots_of(0, 0, 8))
+    store.seal(ids(0))
+    assert_equal(read(store, slots_of(0, 0, 8)), before)
 
 
 def test_unknown_kinds_name_the_known() -> None:

@@ -40,6 +40,14 @@ def test_check_names_file_line_and_column(cli, recipe) -> None:
     assert "unknown option" in result.err
 
 
+def test_check_names_every_fault(cli, recipe) -> None:
+    result = cli("check", recipe("fallback: none\ngeneration: {max_new_tokens: 0, max_newtokens: 1}\n"))
+    assert result.code == 2
+    lines = result.err.strip().splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("error: ") for line in lines)
+
+
 def test_schema_is_a_json_schema_that_knows_installed_plugins(cli) -> None:
     schema = cli("schema").json
     jsonschema.Draft202012Validator.check_schema(schema)

@@ -31,6 +31,15 @@ def test_text_goes_to_stdout_and_notes_to_stderr(cli, recipe, tiny_folder) -> No
     assert "6 tokens, length" in result.err
 
 
+def test_texts_are_printed_to_the_letter(cli, recipe, tiny_folder, monkeypatch) -> None:
+    from decodekit.cli import run
+    from decodekit.core.types import Output
+
+    text = "if x:\n\treturn 1\a :smile: [bold]x"
+    monkeypatch.setattr(run, "decode", lambda *_: ([(0, Output(text, [1], "eos"))], False))
+    assert cli("run", recipe(PLAIN), ":heart: [red]").out == f"> :heart: [red]\n{text}\n\n"
+
+
 def test_the_prompt_can_come_from_standard_input(cli, recipe, tiny_folder) -> None:
     result = cli("run", recipe(PLAIN), "-m", tiny_folder, "--json", stdin="Who won?\n")
     assert [output["prompt"] for output in result.json] == ["Who won?"]

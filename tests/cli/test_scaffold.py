@@ -37,10 +37,29 @@ def test_an_exported_folder_runs_with_generate(cli, recipe, tiny_folder, tmp_pat
     assert torch.equal(output, expected)
     assert output.shape[1] == ids.shape[1] + 7
     assert "".join(streamer) == tokenizer.decode(output[0, ids.shape[1] :])
+    stop = tokenizer.decode(expected[0, ids.shape[1] + 2])
+    stopped = model.generate(
+        ids,
+        custom_generate=str(tmp_path / "shared"),
+        trust_remote_code=True,
+        tokenizer=tokenizer,
+        stop_strings=[stop],
+    )
+    assert stopped.shape[1] <= ids.shape[1] + 3
     shorter = model.generate(
         ids, custom_generate=str(tmp_path / "shared"), trust_remote_code=True, tokenizer=tokenizer, max_new_tokens=2
     )
     assert shorter.shape[1] == ids.shape[1] + 2
+
+
+def test_a_text_of_the_recipe_cannot_become_code(cli, recipe, tmp_path) -> None:
+    words = "'''+str(__import__('os').system('touch PWNED'))+r'''"
+    cli("export", recipe(json.dumps({"rules": [{"kind": "bad_words", "words": [words]}]})), tmp_path / "shared")
+    code = (tmp_path / "shared/custom_generate/generate.py").read_text()
+    scope: dict = {}
+    exec(compile(code, "generate.py", "exec"), scope)
+    assert scope["RECIPE"]["rules"][0]["words"] == [words]
+    assert not (tmp_path / "PWNED").exists()
 
 
 def test_an_exported_folder_names_the_plugins_it_needs(cli, recipe, tmp_path) -> None:

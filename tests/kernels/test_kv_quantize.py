@@ -80,6 +80,13 @@ def test_a_constant_group_comes_back(dtype: torch.dtype, kind: str) -> None:
         assert torch.equal(round_trip(numbers, 1, kind), numbers)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_ends_of_a_group_come_back_however_far_apart(dtype: torch.dtype, kind: str) -> None:
+    numbers = torch.tensor([[-1e4, 2**-12], [-(2**-12), 1e4]]).to(dtype)
+    assert torch.equal(round_trip(numbers, -1, kind), numbers)
+
+
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantizing_again_changes_nothing(dtype: torch.dtype, kind: str) -> None:

@@ -39,7 +39,6 @@ def sampled(**generation) -> decodekit.Decoder:
         {"exponential_decay_length_penalty": (4, 1.5)},
         {"num_return_sequences": 1, "use_cache": False},
         {"prefill_chunk_size": 4},
-        {"max_length": 20},
         {"renormalize_logits": True},
         {"guidance_scale": 1.5},
     ],
@@ -312,8 +311,120 @@ def test_a_prompt_can_bring_its_own_seed(dense) -> None:
     assert both[1].tolist() == solo[0].tolist()
     with pytest.raises(InputError, match="the seed of prompt 0 must be a whole number from 0"):
         dense.generate(ids, custom_generate=sampled(), dk_inputs=[{"seed": -1}, {}])
-    with pytest.raises(InputError, match="dk_inputs has 1 entries for 2 prompts"):
+    with pytest.raises(
+        InputError, match=r"dk_inputs is a list of one dict a prompt: expected 2, got 1 entries \(dict\)"
+    ):
         dense.generate(ids, custom_generate=sampled(), dk_inputs=[{}])
+
+
+# --- no option lets a pad or a neighbour change a row
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": 20},
+        {"min_length": 14, "eos_token_id": list(range(60))},
+        {"min_new_tokens": 4, "eos_token_id": list(range(60))},
+        {"repetition_penalty": 8.0},
+        {"encoder_repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 1},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"forced_bos_token_id": 7},
+        {"forced_eos_token_id": 1, "max_new_tokens": 5},
+        {"begin_suppress_tokens": [5, 17, 33]},
+        {"exponential_decay_length_penalty": (3, 1.7), "eos_token_id": [1, 5, 9, 33]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+def test_every_option_gives_a_row_its_solo_run_also_where_the_pad_is_eos(dense, padded, options, cache) -> None:
+    decoder = decodekit.load({"cache": cache})
+    options = {"max_new_tokens": 12, "pad_token_id": 1, **options}
+    if "max_length" in options:
+        del options["max_new_tokens"]
+    batch = dense.generate(**padded(pad_id=1), **options, custom_generate=decoder)[:, 12:].tolist()
+    for prompt, row in zip(PROMPTS, batch, strict=True):
+        mask = torch.ones(1, len(prompt), dtype=torch.long)
+        [solo] = dense.generate(
+            torch.tensor([prompt]), attention_mask=mask, **options, custom_generate=decoder
+        ).tolist()
+        assert row[: len(solo) - len(prompt)] == solo[len(prompt) :]
+        assert set(row[len(solo) - len(prompt) :]) <= {1}
+
+
+def test_watermark_comes_last_and_warpers_stay_beside_the_callers_own(dense, padded) -> None:
+    from transformers import TopKLogitsWarper, WatermarkingConfig
+
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True, "do_sample": True}
+    for more in (
+        {"temperature": 0.5, "top_k": 5, "watermarking_config": WatermarkingConfig()},
+        {"logits_processor": [TopKLogitsWarper(6)], "top_k": 2},
+        {"typical_p": 0.3},
+    ):
+        plain = dense.generate(**padded(), **options, **more).scores[0]
+        torch.testing.assert_close(
+            dense.generate(**padded(), **options, **more, custom_generate=GREEDY).scores[0].float(), plain
+        )
+
+
+@pytest.mark.parametrize(
+    ("rules", "named", "equal"),
+    [
+        ([{"kind": "repetition_penalty", "penalty": 1.2}], {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ([{"kind": "top_p", "p": 0.5}], {"temperature": 3.0}, {"temperature": 3.0, "top_p": 0.5}),
+        ([{"kind": "temperature", "t": 2.0}], {"typical_p": 0.2}, {"temperature": 2.0, "typical_p": 0.2}),
+        ([{"kind": "temperature", "t": 2.0}], {"min_p": 0.0}, {"temperature": 2.0}),
+    ],
+)
+def test_an_option_that_the_call_names_beats_the_recipes_rule(dense, rules, named, equal) -> None:
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True, "do_sample": True}
+    ids = torch.tensor([[5, 17, 42, 5]])
+    ours = dense.generate(ids, **options, **named, custom_generate=decodekit.load({"rules": rules})).scores[0]
+    plain = dense.generate(ids, **options, **{"top_k": 0, **equal}).scores[0]
+    torch.testing.assert_close(ours.float(), plain)
+
+
+def test_greedy_ignores_what_only_sampling_needs(dense) -> None:
+    decoder = decodekit.load({"rules": [{"kind": "top_p", "p": 0.5}]})
+    ids = torch.tensor([[5, 17, 42]])
+    assert torch.equal(
+        dense.generate(ids, custom_generate=decoder, max_new_tokens=5, temperature=0.0, do_sample=False),
+        dense.generate(ids, max_new_tokens=5),
+    )
+
+
+def test_a_length_criterion_of_the_callers_replaces_the_default(dense) -> None:
+    from transformers import MaxLengthCriteria
+
+    criteria = [MaxLengthCriteria(40)]
+    ids = torch.tensor([[5, 17, 42]])
+    output = dense.generate(ids, stopping_criteria=criteria, suppress_tokens=[1], custom_generate=GREEDY)
+    assert output.shape[1] == 40
+
+
+def test_masks_and_embeddings_that_are_not_left_padding_are_refused(dense) -> None:
+    ids = torch.tensor([[5, 17, 42, 0], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    with pytest.raises(Refused, match="attention_mask has zeros behind ones; pads belong on the left"):
+        dense.generate(ids, attention_mask=mask, custom_generate=GREEDY)
+    with pytest.raises(Refused, match="the prompt is given as inputs_embeds"):
+        dense.generate(inputs_embeds=dense.get_input_embeddings()(ids), custom_generate=GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"text": "a"}, "dk_inputs is a list of one dict a prompt, got dict"),
+        ("a", "dk_inputs is a list of one dict a prompt, got str"),
+        ([None], r"expected 1, got 1 entries \(NoneType\)"),
+        ([{"contxt": "a"}], r"dk_inputs\[0\]: unknown input 'contxt': did you mean 'context'"),
+        ([{"constraint": {}}], r"dk_inputs\[0\]: a constraint cannot be honoured yet"),
+    ],
+)
+def test_dk_inputs_that_cannot_be_used_say_why(dense, inputs, message) -> None:
+    with pytest.raises((InputError, Refused), match=message):
+        dense.generate(torch.tensor([[5, 6]]), custom_generate=GREEDY, dk_inputs=inputs)
 
 
 # --- rows that fail
@@ -323,12 +434,14 @@ def test_a_prompt_longer_than_the_context_ends_alone(padded) -> None:
     model = tiny_model("dense", dtype=torch.float64)
     model.config.max_position_embeddings = 20
     prompts = [[5] * 25, [6, 7, 8]]
-    with pytest.warns(RuntimeWarning, match="row 0 ended early: prompt 0 has 25 tokens, the model's context holds 20"):
+    with pytest.warns(
+        RuntimeWarning, match=r"row 0 \(prompt 0\) ended early: the prompt has 25 tokens, the model's context holds 20"
+    ):
         output = model.generate(**padded(prompts), custom_generate=GREEDY, max_new_tokens=4)
     solo = model.generate(torch.tensor([[6, 7, 8]]), custom_generate=GREEDY, max_new_tokens=4)
     assert output[0, 25:].tolist() == [0] * 4
     assert output[1, 22:].tolist() == solo[0].tolist()
-    with pytest.raises(RowError, match="prompt 0 has 25 tokens"):
+    with pytest.raises(RowError, match="prompt 0: the prompt has 25 tokens"):
         model.generate(torch.tensor([[5] * 25]), custom_generate=GREEDY, max_new_tokens=4)
 
 
@@ -345,7 +458,7 @@ def test_learned_positions_survive_a_prompt_that_is_too_long(padded) -> None:
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 20, "vocab_size": 97, "initializer_range": 0.5}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=1, pad_token_id=0)).eval().double()
-    with pytest.warns(RuntimeWarning, match="row 0 ended early"):
+    with pytest.warns(RuntimeWarning, match=r"row 0 \(prompt 0\) ended early"):
         output = model.generate(**padded([[5] * 25, [6, 7, 8]]), custom_generate=GREEDY, max_new_tokens=4)
     solo = model.generate(torch.tensor([[6, 7, 8]]), custom_generate=GREEDY, max_new_tokens=4)
     assert output[1, 22:].tolist() == solo[0].tolist()
@@ -354,7 +467,9 @@ def test_learned_positions_survive_a_prompt_that_is_too_long(padded) -> None:
 def test_an_empty_row_ends_alone(dense, padded) -> None:
     inputs = padded([[0, 0, 0], [6, 7, 8]])
     inputs["attention_mask"][0] = 0
-    with pytest.warns(RuntimeWarning, match="row 0 ended early: prompt 0 is empty: its attention mask covers no token"):
+    with pytest.warns(
+        RuntimeWarning, match=r"row 0 \(prompt 0\) ended early: the prompt is empty: its attention mask covers no token"
+    ):
         output = dense.generate(**inputs, custom_generate=GREEDY, max_new_tokens=4)
     solo = dense.generate(torch.tensor([[6, 7, 8]]), custom_generate=GREEDY, max_new_tokens=4)
     assert output[1].tolist() == solo[0].tolist()
@@ -377,7 +492,8 @@ class PoisonRow(LogitsProcessor):
 @pytest.mark.parametrize("value", [float("nan"), -float("inf"), float("inf")])
 def test_a_row_that_its_rules_break_ends_alone(dense, padded, value) -> None:
     plain = dense.generate(**padded(), max_new_tokens=6, eos_token_id=None)
-    with pytest.warns(RuntimeWarning, match="row 2 ended early: rule 'PoisonRow' left no token to choose from"):
+    what = "left no token to choose from" if value == -float("inf") else "made NaN or infinity of the logits"
+    with pytest.warns(RuntimeWarning, match=rf"row 2 \(prompt 2\) ended early: rule 'PoisonRow' {what}"):
         ours = dense.generate(
             **padded(),
             max_new_tokens=6,
@@ -489,6 +605,59 @@ def test_an_encoder_decoder_is_refused() -> None:
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(Refused, match="T5ForConditionalGeneration is an encoder-decoder"):
         model.generate(torch.tensor([[5, 6]]), custom_generate=GREEDY)
+
+
+class Raises(TokenStrategy):
+    """Fails in one of its hooks, or asks for what there is not."""
+
+    kind: str = "raises"
+    hook: str
+
+    def resolve(self, tokenizer):
+        return self.fail("resolve", self)
+
+    def hidden_layers(self, config):
+        return self.fail("hidden_layers", (99,) if self.hook == "layers" else ())
+
+    def branches(self, request):
+        own = (Branch("main", request.prompt_ids),)
+        if self.hook == "unnamed":
+            own = (Branch("other", request.prompt_ids),)
+        if self.hook == "empty":
+            own = (*own, Branch("other", ()))
+        if self.hook == "long":
+            own = (*own, Branch("other", request.prompt_ids * 2000))
+        return self.fail("branches", own)
+
+    def score(self, outputs):
+        return self.fail("score", outputs["main"].logits)
+
+    def fail(self, hook, value):
+        if self.hook == hook:
+            raise ValueError("boom")
+        return value
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        *(
+            (hook, f"'raises' failed in {hook}: ValueError: boom")
+            for hook in ("resolve", "hidden_layers", "branches", "score")
+        ),
+        ("layers", r"strategy 'raises' asks for hidden layers \[99\]; this model has 0 to 4"),
+        (
+            "unnamed",
+            r"strategy 'raises' has branches \['other'\]; each needs a name of its own, and the first is called main",
+        ),
+        ("empty", "branch 'other' of 'raises': its prompt is empty"),
+        ("long", "branch 'other' of 'raises': the prompt has 4000 tokens, the model's context holds 2048"),
+    ],
+)
+def test_a_hook_that_fails_names_its_plugin(dense, hook, message) -> None:
+    decoder = decodekit.Decoder(GREEDY.recipe.model_copy(update={"strategy": Raises(hook=hook)}))
+    with pytest.raises(decodekit.DecodekitError, match=message):
+        dense.generate(torch.tensor([[5, 6]]), custom_generate=decoder)
 
 
 def test_a_broken_strategy_is_named(dense) -> None:

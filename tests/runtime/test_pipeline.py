@@ -54,6 +54,16 @@ def test_an_emptied_row_falls_back_alone(fallback, expected) -> None:
     assert picked.failures == {}
 
 
+def test_relax_leaves_out_only_the_rule_that_broke_the_row() -> None:
+    picked = pick(pipeline(ban(0, 1, 2), ban(0), fallback="relax"), [[3.0, 1.0, 2.0]])
+    assert picked.final[0].tolist() == [-math.inf, 1.0, 2.0]
+
+
+def test_a_rule_that_edits_shared_logits_is_named() -> None:
+    with pytest.raises(PluginError, match="rule 'rule0' edited the logits it was given"):
+        pick(pipeline(lambda rows, logits: logits.sub_(1)), [[3.0, 1.0, 2.0]])
+
+
 def test_an_error_names_the_rule_that_emptied_the_row() -> None:
     picked = pick(pipeline(ban(0), ban(1, 2)), [[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]])
     assert set(picked.failures) == {0, 1}

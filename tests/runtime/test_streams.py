@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 from transformers import LogitsProcessor, TextIteratorStreamer
@@ -62,6 +64,18 @@ def test_a_streamer_is_ended_after_an_error(dense, options) -> None:
     with pytest.raises(decodekit.DecodekitError):
         dense.generate(torch.tensor([[5, 6]]), custom_generate=GREEDY, dk_streamer=streamer, **options)
     assert streamer.ends == 1
+
+
+def test_a_streamer_is_ended_where_nothing_could_start(dense, tokenizer) -> None:
+    for prompts, options in (
+        ([""], {}),
+        (["a"], {"temperature": -1}),
+        (["a"], {"trace": "/no/such/folder/trace.jsonl"}),
+    ):
+        streamer = Collect()
+        with contextlib.suppress(InputError):
+            GREEDY.run(dense, tokenizer, prompts, streamer=streamer, **options)
+        assert streamer.ends == 1
 
 
 def test_a_streamer_that_breaks_is_ended_and_its_error_shown(dense) -> None:

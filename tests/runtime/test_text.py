@@ -47,6 +47,20 @@ def test_what_could_become_a_stop_string_is_held_back(tokenizer) -> None:
     assert tracker.finish() == "abc"
 
 
+def test_a_special_token_stops_by_its_id(tokenizer) -> None:
+    tracker = TextTracker(tokenizer, ["<bos>", "zz"])
+    pieces = [tracker.push(token) for token in tokenizer("ab", add_special_tokens=False).input_ids]
+    assert (pieces, tracker.stopped) == (["a", "b"], False)
+    assert tracker.push(tokenizer.bos_token_id) == ""
+    assert tracker.stopped
+    assert tracker.text == "ab"
+
+
+def test_text_that_was_not_utf8_is_refused(tokenizer) -> None:
+    with pytest.raises(InputError, match="not valid Unicode"):
+        encode(tokenizer, "a\udcff")
+
+
 def test_prompts_go_through_the_chat_template_once(demo) -> None:
     _, tokenizer = demo
     ids = encode(tokenizer, "Hi there")

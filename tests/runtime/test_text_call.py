@@ -34,6 +34,8 @@ def test_rows_that_cannot_start_leave_the_others_alone(dense, tokenizer) -> None
     assert [outputs[0].token_ids, outputs[4].token_ids] == [output.token_ids for output in alone]
     assert outputs[1].error == "prompt 1: the prompt is empty; give at least one word"
     assert "prompt 3: the prompt has 3000 tokens, the model's context holds 2048" in outputs[3].error
+    needs_text = decodekit.strategy("instructive").run(dense, tokenizer, ["", [], "a"], max_new_tokens=2)
+    assert needs_text[2].finish_reason == "length"
     assert all(output.error.count("\n") == 0 for output in outputs if output.error)
 
 
@@ -132,6 +134,40 @@ def test_score_equals_the_models_own_log_softmax(dense, tokenizer) -> None:
         GREEDY.score(dense, tokenizer, "Who won?", "")
     with pytest.raises(InputError, match="the model's context holds 2048 in all"):
         GREEDY.score(dense, tokenizer, "Who won?", "x" * 2045)
+
+
+def test_an_option_of_run_beats_the_recipes_rule(dense, tokenizer) -> None:
+    decoder = decodekit.load(
+        {"rules": [{"kind": "temperature", "t": 0.8}], "generation": {"do_sample": True, "seed": 3}}
+    )
+    cold, as_is, hot = (
+        decoder.run(dense, tokenizer, "Who won?", max_new_tokens=9, temperature=t)[0].token_ids
+        for t in (0.001, 0.8, 50.0)
+    )
+    greedy = GREEDY.run(dense, tokenizer, "Who won?", max_new_tokens=9)[0].token_ids
+    assert cold == greedy
+    assert as_is == decoder.run(dense, tokenizer, "Who won?", max_new_tokens=9)[0].token_ids
+    assert len({tuple(cold), tuple(as_is), tuple(hot)}) == 3
+    with pytest.raises(InputError, match="strategy 'dola'"):
+        decodekit.strategy("dola").run(dense, tokenizer, "a", num_beams=3)
+
+
+def test_score_leaves_out_what_is_for_decoding_only(dense, tokenizer) -> None:
+    base = GREEDY.score(dense, tokenizer, "Who won?", "the end.")
+    for generation in (
+        {"num_return_sequences": 3, "do_sample": True},
+        {"prefill_chunk_size": 4},
+        {"forced_eos_token_id": 1, "max_new_tokens": 50},
+    ):
+        decoder = decodekit.load({"rules": [], "generation": generation})
+        assert decoder.score(dense, tokenizer, "Who won?", "the end.") == pytest.approx(base, abs=1e-9)
+
+
+def test_a_single_mapping_is_one_prompt_and_a_stream_is_one_text(dense, tokenizer) -> None:
+    [output] = GREEDY.run(dense, tokenizer, {"prompt": "Who won?"}, max_new_tokens=4)
+    assert output.token_ids == GREEDY.run(dense, tokenizer, "Who won?", max_new_tokens=4)[0].token_ids
+    with pytest.raises(InputError, match="stream gives out one text, num_return_sequences asks for 2"):
+        list(GREEDY.stream(dense, tokenizer, "a", num_return_sequences=2, do_sample=True))
 
 
 class Tired(Rule):

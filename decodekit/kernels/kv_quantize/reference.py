@@ -35,7 +35,8 @@ def quantize(numbers: Tensor, dim: int, kind: str) -> tuple[Tensor, Tensor]:
     group, whichever is more, down to ``2**-24``; and a group is cut at 65504, the largest float16. FP8: at most ``2**-4``
     of a number, and ``2**-17`` of the largest of its group.
 
-    Integers have no code for NaN or infinity: one of them makes its whole group NaN or infinite, none else. In FP8 it alone is NaN.
+    Integers have no code for NaN or infinity: one of them makes its whole group NaN or infinite, and no other. In FP8 it
+    alone becomes NaN.
 
     Args:
         numbers: [..., D] of any floating dtype.
