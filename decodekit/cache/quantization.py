@@ -130,9 +130,7 @@ class QuantizedStore:
         self._places[blocks] = free
 
     def _room(self, count: int) -> Tensor:
-        """``count`` unused places of the residual pool, which grows by what it lacks: a few blocks a row, so spare room
-        would cost more than the copy saves.
-        """
+        """``count`` unused places of the residual pool, which grows by no more than it lacks."""
         capacity = len(self._residual[0])
         unused = torch.ones(capacity, dtype=torch.bool, device=self._places.device)
         unused[self._places[self._places >= 0]] = False

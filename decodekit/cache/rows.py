@@ -187,7 +187,7 @@ class RowBook:
         if len(drop) != len(self.rows):
             raise InputError(f"drop has {len(drop)} numbers for {len(self.rows)} rows; give one a row")
         targets, resumes = list[int](), list[_Resume | None]()
-        for number, (row, count) in enumerate(zip(self.rows, drop, strict=True)):
+        for number, (row, count) in enumerate(zip(self.rows, map(int, drop), strict=True)):
             if not 0 <= count <= row.length:
                 raise InputError(f"drop of row {number} is {count}; it has {row.length} tokens")
             targets.append(row.length - count)

@@ -136,8 +136,10 @@ def _lengths(
         return call.max_new_tokens, None
     if criteria.max_length is not None:
         return criteria.max_length - width, None
+    own = model.generation_config.max_length
     added = default.max_length + width
-    if call.max_length not in {default.max_length, added, min(added, compat.context_length(model) or added)}:
+    unseen = {own} if own is not None else {added, min(added, compat.context_length(model) or added)}
+    if call.max_length not in unseen:
         return None, call.max_length
     if "max_new_tokens" in wanted:
         return wanted["max_new_tokens"], None
@@ -146,9 +148,7 @@ def _lengths(
     if call.max_new_tokens is not None:
         return call.max_new_tokens, None
     # A model's own default counts the prompt, transformers' default of 20 does not.
-    return (
-        (None, call.max_length) if model.generation_config.max_length is not None else (call.max_length - width, None)
-    )
+    return (None, own) if own is not None else (call.max_length - width, None)
 
 
 def _copies(winning: GenerationConfig, call: GenerationConfig, prepared: compat.Prepared) -> int:

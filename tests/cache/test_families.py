@@ -85,8 +85,8 @@ def test_left_padding_by_mask(model, ids):
 
 def test_generates_the_tokens_of_a_dynamic_cache(model, ids):
     name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
-    for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
-        options = {"max_new_tokens": 12, "do_sample": False, **options}
+    for beams in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        options = {"max_new_tokens": 12, "do_sample": False, **beams}
         expected = model.generate(ids[:2, :21], **options)
         assert torch.equal(model.generate(ids[:2, :21], **options, **{name: paged(model)}), expected)
 

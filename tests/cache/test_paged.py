@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from decodekit.cache import blocks, gather, paged, rows, states, steps, storage
+from decodekit.cache import blocks, gather, gathered, paged, rows, states, steps, storage
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.prefix import Prompt
@@ -247,8 +247,8 @@ def test_assisted_generation(family, request):
     model = request.getfixturevalue(family)
     ids = torch.tensor([tokens(6) * 3])
     assistant = tiny_model(family, layers=2, seed=1)
-    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
-        options = {**options, "max_new_tokens": 25, "do_sample": False}
+    for help_ in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        options = {**help_, "max_new_tokens": 25, "do_sample": False}
         expected = model.generate(ids, **options)
         cache = PagedCache(model.config, num_blocks=64, block_size=4)
         assert torch.equal(model.generate(ids, **options, **{CACHE_KEY: cache}), expected)
@@ -412,7 +412,7 @@ def test_unnamed_rows_and_names_do_not_mix(dense):
 @pytest.mark.parametrize("family", ["sliding", "hybrid"])
 def test_a_step_interrupted_anywhere_is_done_or_never_was(family, request, monkeypatch):
     model = request.getfixturevalue(family)
-    sources = {module.__file__ for module in (blocks, gather, paged, rows, states, steps, storage)}
+    sources = {module.__file__ for module in (blocks, gather, gathered, paged, rows, states, steps, storage)}
     monkeypatch.setattr(interrupts, "SOURCES", interrupts.SOURCES | sources)
     prompt, other = tokens(15), tokens(6, 1)
     expected = forward(model, [[*prompt, 5]])[0, -1]

@@ -434,9 +434,7 @@ def test_a_prompt_longer_than_the_context_ends_alone(padded) -> None:
     model = tiny_model("dense", dtype=torch.float64)
     model.config.max_position_embeddings = 20
     prompts = [[5] * 25, [6, 7, 8]]
-    with pytest.warns(
-        RuntimeWarning, match=r"row 0 \(prompt 0\) ended early: the prompt has 25 tokens, the model's context holds 20"
-    ):
+    with pytest.warns(RuntimeWarning, match="row 0 .* ended early: the prompt has 25 tokens, the model's context"):
         output = model.generate(**padded(prompts), custom_generate=GREEDY, max_new_tokens=4)
     solo = model.generate(torch.tensor([[6, 7, 8]]), custom_generate=GREEDY, max_new_tokens=4)
     assert output[0, 25:].tolist() == [0] * 4
@@ -467,9 +465,7 @@ def test_learned_positions_survive_a_prompt_that_is_too_long(padded) -> None:
 def test_an_empty_row_ends_alone(dense, padded) -> None:
     inputs = padded([[0, 0, 0], [6, 7, 8]])
     inputs["attention_mask"][0] = 0
-    with pytest.warns(
-        RuntimeWarning, match=r"row 0 \(prompt 0\) ended early: the prompt is empty: its attention mask covers no token"
-    ):
+    with pytest.warns(RuntimeWarning, match="row 0 .* ended early: the prompt is empty: its attention mask"):
         output = dense.generate(**inputs, custom_generate=GREEDY, max_new_tokens=4)
     solo = dense.generate(torch.tensor([[6, 7, 8]]), custom_generate=GREEDY, max_new_tokens=4)
     assert output[1].tolist() == solo[0].tolist()
