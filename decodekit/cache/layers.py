@@ -25,7 +25,7 @@ class MarkedLayer:
 class StateLayer(LinearAttentionLayer):
     """A layer with a convolution and a recurrent state, alone or beside K/V.
 
-    It keeps the dtype that the model computes a state in (fp32 for gated DeltaNet and Mamba-2 whatever the weights are). A
+    It keeps the dtype that the model computes a state in (fp32 for gated DeltaNet, KDA and Mamba, whatever the weights are). A
     new state takes the old one's place instead of overwriting it: that one may be another row's.
     """
 

@@ -186,6 +186,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(has_rows)
     @rule(data=st.data(), tokens=TOKENS)
     def step(self, data, tokens):
+        self.step_rows(data, tokens)
+
+    def step_rows(self, data, tokens: list[int]) -> None:
         """As many tokens for every row. It may fail at any place: before the copies, after some rows were committed."""
         rows = [row for row in self.model.rows if row.length == len(row.tokens)]
         lengths, copies = [row.length for row in rows], self.make_room(rows, len(tokens))
@@ -202,15 +205,18 @@ class PoolMachine(RuleBasedStateMachine):
                 self.model.truncated(row, length, copied)
 
     @precondition(lambda self: has_rows(self) and has_space(self))
-    @rule(data=st.data(), branches=st.none() | st.tuples(TOKENS, TOKENS))
-    def fork(self, data, branches):
+    @rule(data=st.data(), branches=st.tuples(TOKENS, TOKENS), together=st.booleans())
+    def fork(self, data, branches, together):
         row = self.draw_row(data)
         if row.length > len(row.tokens):
             with pytest.raises(InputError, match="not committed"):
                 self.pool.fork(row.table)
             self.truncate_row(row, len(row.tokens))
         self.model.forked(row, self.attempt(lambda: self.pool.fork(row.table)))
-        for branch, tokens in zip([row, self.model.rows[-1]], branches or (), strict=False):
+        if together:
+            self.step_rows(data, branches[0])
+            return
+        for branch, tokens in zip([row, self.model.rows[-1]], branches, strict=True):
             self.compute(branch, tokens)
 
     @precondition(has_rows)

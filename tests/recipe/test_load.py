@@ -195,7 +195,7 @@ class TestFaults:
 
     def test_default_strategy_not_installed(self, entries: list[Any]) -> None:
         entries[:] = [entry for entry in entries if entry.name != "sample"]
-        assert "unknown strategy 'sample'" in refusal({})
+        assert "unknown strategy 'decodekit:sample'" in refusal({})
 
     def test_plugin_that_fails_to_import(self, write: Write, install: Callable[..., None]) -> None:
         install("rules", "broken", ImportError("no module named x"))

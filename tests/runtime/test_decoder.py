@@ -28,7 +28,6 @@ def sampled(**generation) -> decodekit.Decoder:
     "options",
     [
         {},
-        {"repetition_penalty": 1.5},
         {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 9, "eos_token_id": list(range(40))},
         {"eos_token_id": [1, 35, 50, 66, 81]},
@@ -51,6 +50,14 @@ def test_greedy_gives_the_tokens_of_generate_for_a_left_padded_batch(model, padd
     plain = model.generate(**padded(), **options)
     assert torch.equal(model.generate(**padded(), **options, custom_generate=GREEDY), plain)
     assert len({tuple(row) for row in plain[:, -8:].tolist()}) > 1, "the model should tell prompts apart"
+
+
+def test_a_repetition_penalty_gives_each_row_the_tokens_of_generate_without_pads(model, padded) -> None:
+    # Before 5.24 generate itself counted the pads.
+    ours = model.generate(**padded(), max_new_tokens=16, repetition_penalty=1.5, custom_generate=GREEDY)[:, 12:].tolist()
+    for prompt, row in zip(PROMPTS, ours, strict=True):
+        [plain] = model.generate(torch.tensor([prompt]), max_new_tokens=16, repetition_penalty=1.5).tolist()
+        assert row[: len(plain) - len(prompt)] == plain[len(prompt) :]
 
 
 def test_greedy_on_the_demo_model_gives_the_tokens_of_generate(demo) -> None:
@@ -80,7 +87,7 @@ def test_the_dictionary_holds_what_generate_would_return(model, padded) -> None:
         "output_hidden_states": True,
         "output_attentions": True,
         "eos_token_id": None,
-        "repetition_penalty": 1.3,
+        "suppress_tokens": [60],
     }
     plain = model.generate(**padded(), **options)
     ours = model.generate(**padded(), **options, custom_generate=GREEDY)
