@@ -88,13 +88,9 @@ class BlockPool:
 
     def reset(self) -> None:
         """Free every block and forget all content and statistics; tables opened before are closed."""
-        index, allocator, generation = (
-            PrefixIndex(self.block_size, self.window),
-            Allocator(self.num_blocks),
-            next(_generations),
-        )
-        # In one statement, so that an interrupt cannot fall between. The generation tells other pools' tables apart, too.
-        self._index, self._allocator, self._generation = index, allocator, generation
+        index, allocator = PrefixIndex(self.block_size, self.window), Allocator(self.num_blocks)
+        # Together, so that an interrupt cannot fall between. The generation tells other pools' tables apart, too.
+        self._index, self._allocator, self._generation = index, allocator, next(_generations)
 
     @property
     def free_blocks(self) -> int:
@@ -111,6 +107,10 @@ class BlockPool:
         """Blocks that some table names."""
         return self._allocator.used
 
+    def idle(self) -> tuple[list[int], list[int]]:
+        """The free blocks, and the cached ones."""
+        return [*self._allocator.free], [*self._allocator.cached]
+
     def stats(self) -> dict[str, int]:
         """Blocks now (free, cached, used), and what happened since the last reset.
 
@@ -119,14 +119,8 @@ class BlockPool:
             of opened prompts that were reused, and that have to be computed; ``evictions``; ``copies``: blocks copied
             on write.
         """
-        return {
-            "num_blocks": self.num_blocks,
-            "block_size": self.block_size,
-            "free": self.free_blocks,
-            "cached": self.cached_blocks,
-            "used": self.used_blocks,
-            **self._allocator.counts,
-        }
+        now = {"free": self.free_blocks, "cached": self.cached_blocks, "used": self.used_blocks}
+        return {"num_blocks": self.num_blocks, "block_size": self.block_size, **now, **self._allocator.counts}
 
     def resumable(self, prompt: Prompt) -> list[int]:
         """With how many tokens from the cache a sequence with this prompt can begin, ascending from 0.
@@ -329,14 +323,13 @@ class BlockPool:
         size, lowest = self.block_size, table.slid * self.block_size
         if not lowest <= length <= table.length:
             raise InputError(f"truncate to {length} tokens; this table can go back from {table.length} to {lowest}")
-        kept, committed = self._blocks(length), min(length, table.committed)
+        sources, committed = [copy.source for copy in copies], min(length, table.committed)
+        kept = self._blocks(length) - len(sources)
         chain, tail = table.chain, table.tail
         if self.prefix_cache and committed == length:
             for _ in range(length // size, table.committed // size):
                 chain, tail = chain.parent, chain.contents
             tail = tail[: length % size]
-        sources = [copy.source for copy in copies]
-        kept -= len(sources)
         surplus = _held(table.blocks[kept:])
         undo = self._allocator.snapshot([*sources, *surplus], [table])
         try:

@@ -18,18 +18,25 @@ class Slots:
 
     Args:
         columns: [R, T] int64, the last ``query_length`` of them new; on the host.
-        query_length: new tokens a row.
+        query_length: new tokens a row, pads included.
+        counts: [R] new tokens a row, without pads.
     """
 
-    def __init__(self, columns: Tensor, query_length: int) -> None:
-        self._columns, self._query_length = columns, query_length
-        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int]) -> None:
+        self._columns, self._query_length, self._counts = columns, query_length, counts
+        self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Slots to write, [R * q], and slots to read, [R, T], on a device."""
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Slots to write, [N], slots to read, [R, T], and which of the R * q new columns are written (``None``: all)."""
         if (slots := self._on.get(device)) is None:
             columns = self._columns.to(device)
-            slots = self._on[device] = columns[:, columns.shape[1] - self._query_length :].flatten(), columns
+            new, chosen = columns[:, columns.shape[1] - self._query_length :].flatten(), None
+            if min(self._counts) < self._query_length:
+                place = torch.arange(self._query_length)
+                pads = self._query_length - torch.tensor(self._counts)
+                chosen = (place >= pads.unsqueeze(1)).flatten().nonzero().squeeze(1).to(device)
+                new = new[chosen]
+            slots = self._on[device] = new, columns, chosen
         return slots
 
 
@@ -65,20 +72,23 @@ class Group:
         """How many cached tokens a query sees whose row has ``longest``."""
         return longest - self.first_needed(longest)
 
-    def slots(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int) -> Slots:
+    def slots(
+        self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, counts: Sequence[int]
+    ) -> Slots:
         """The slots of a step.
 
         Args:
             tables: [R] with room for the new tokens.
-            lengths: [R] cached tokens.
-            query_length: new tokens a row.
+            lengths: [R] cached tokens, less the row's pads among the new columns.
+            query_length: new columns a row.
+            counts: [R] new tokens a row.
         """
         size, columns = self.pool.block_size, self.cached_columns(max(lengths)) + query_length
         first = torch.tensor(lengths).unsqueeze(1) + (query_length - columns)
         # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
         positions = (torch.arange(columns) + first).clamp_(min=0)
         blocks = self._block_table(tables).gather(1, positions // size)
-        return Slots(blocks * size + positions % size, query_length)
+        return Slots(blocks * size + positions % size, query_length, counts)
 
     def _block_table(self, tables: Sequence[BlockTable]) -> Tensor:
         """[R, blocks] as a tensor; made anew only when a table got another list of blocks."""

@@ -6,7 +6,8 @@ order, each once, so a layer that comes again begins another. A forward that nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -16,12 +17,14 @@ from transformers import Cache
 from decodekit.cache.blocks import Copy
 from decodekit.cache.gather import Group
 from decodekit.cache.layers import make_layers
+from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import Checkpoints
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
 from decodekit.core import compat
-from decodekit.core.errors import InputError, Refused
+from decodekit.core.errors import InputError, Refused, nearest
+from decodekit.kernels.kv_quantize import BITS
 
 
 class GatheredCache(Cache):
@@ -40,6 +43,7 @@ class GatheredCache(Cache):
         block_size: int = 16,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        quantization: Literal["int8", "fp8", "int4", "int2"] | None = None,
         prefix_cache: bool = True,
         salt: bytes | str | None = None,
         checkpoint: Literal["prompt"] | int | None = "prompt",
@@ -50,6 +54,7 @@ class GatheredCache(Cache):
         super().__init__(layers=make_layers(kinds))
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
+        self._quantization = quantization
         windows = dict.fromkeys(kind.window for kind in kinds if kind.attention)
         self.groups = [
             Group(
@@ -60,6 +65,8 @@ class GatheredCache(Cache):
             )
             for window in windows
         ]
+        if quantization is not None:
+            _check_quantization(quantization, dtype, self.groups)
         self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         self._state_layers = {number for number, kind in enumerate(kinds) if kind.states}
         self._continues = not self._state_layers or compat.continues(config)
@@ -71,6 +78,7 @@ class GatheredCache(Cache):
             recurrent=bool(self._state_layers),
             checkpoint=checkpoint if prefix_cache else None,
             checkpoints=self._checkpoints,
+            on_idle=partial(_settle_idle, self.groups, {} if quantization is None else self._stores),
         )
         self._step: Step | None = None
 
@@ -100,10 +108,11 @@ class GatheredCache(Cache):
                 f"{step.query_length}"
             )
         keys, values = (states.detach().transpose(1, 2) for states in (key_states, value_states))
-        write, read = step.slots[number].on(key_states.device)
+        write, read, chosen = step.slots[number].on(key_states.device)
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         if (store := self._stores.get(layer_idx)) is None:
-            store = self._stores[layer_idx] = self._new_store(number, keys.flatten(0, 1), values.flatten(0, 1))
-        store.write(write, keys.flatten(0, 1), values.flatten(0, 1))
+            store = self._stores[layer_idx] = self._new_store(number, keys, values)
+        store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
         step.written.add(layer_idx)
         keys, values = (states.transpose(1, 2) for states in store.read(read))
         if key_states.requires_grad and torch.is_grad_enabled():
@@ -190,6 +199,7 @@ class GatheredCache(Cache):
         for group in self.groups:
             group.pool.reset()
         Step(self, [], None).undo(self.groups, self.layers)
+        self._book.on_idle()
 
     @property
     def is_initialized(self) -> bool:
@@ -319,6 +329,7 @@ class GatheredCache(Cache):
         self._step = None
         if step.opened:
             self._book.fork([])
+        self._book.on_idle()
 
     def _check_idle(self, operation: str) -> None:
         if self._step is not None and self._step.explicit:
@@ -347,6 +358,8 @@ class GatheredCache(Cache):
 
     def _new_store(self, number: int, keys: Tensor, values: Tensor) -> KVStore:
         pool = self.groups[number].pool
+        if self._quantization is not None:
+            return QuantizedStore(pool.num_blocks, pool.block_size, keys, values, self._quantization)
         return FullStore(pool.num_blocks, pool.block_size, keys, values, self._dtype)
 
 
@@ -365,6 +378,25 @@ class _NoBackward(torch.autograd.Function):
 def _is_new(step: Step, layer: int, written: bool, asks: str) -> bool:
     """Whether a forward that reaches ``layer`` is another than that of the step: layers come in order, each once."""
     return (layer in step.written) if written else layer < step.last or (layer, asks) in step.asked
+
+
+def _settle_idle(groups: Sequence[Group], stores: Mapping[int, KVStore]) -> None:
+    """Tell the stores which blocks no row has; those that prompts can still hit are full, whatever their rows awaited."""
+    for group in groups:
+        if held := [stores[layer] for layer in group.layers if layer in stores]:
+            free, cached = (torch.tensor(blocks, dtype=torch.int64) for blocks in group.pool.idle())
+            for store in held:
+                store.release(free)
+                store.seal(cached)
+
+
+def _check_quantization(kind: str, dtype: torch.dtype | None, groups: Sequence[Group]) -> None:
+    if kind not in BITS:
+        raise InputError(f"unknown quantization {kind!r}: {nearest(str(kind), BITS)}")
+    if dtype is not None:
+        raise InputError(f"quantization {kind!r} beside dtype {dtype}: both say how K/V are kept; give one of them")
+    if not groups:
+        raise Refused(f"quantization {kind!r} is of K/V, and this model keeps none, only states; leave it out")
 
 
 def _check_heads(config: Any) -> None:

@@ -9,7 +9,7 @@ It is used in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class PagedCache(GatheredCache):
         block_size: tokens a block, 1 to 256.
         device: where masks and positions are made; K/V and states stay where the model computes them.
         dtype: of stored K/V; ``None`` keeps the model's.
+        quantization: of full blocks, after KIVI: ``int8``, ``fp8``, ``int4`` or ``int2``; ``None`` keeps all as it is. Blocks
+            that are still being filled, or that a rollback may reach, have full precision, and states always.
         prefix_cache: let later prompts reuse the blocks of earlier ones that begin alike.
         salt: of prompts that have none; prompts of different salts share nothing.
         checkpoint: where the states of recurrent layers are saved, without which no prompt of such a model can be
@@ -54,8 +56,9 @@ class PagedCache(GatheredCache):
         groups: the cache groups.
 
     Raises:
-        Refused: transformers' Cache does not hold what this model keeps, or its K/V heads do not divide its query heads.
-        InputError: a number is out of range.
+        Refused: transformers' Cache does not hold what this model keeps, its K/V heads do not divide its query heads, or it
+            has no K/V to quantize.
+        InputError: a number is out of range, the quantization is not known, or a dtype is given beside it.
     """
 
     def open(self, prompts: Sequence[Prompt | Sequence[int]]) -> list[int]:
@@ -84,6 +87,14 @@ class PagedCache(GatheredCache):
         place = self._book.next_checkpoint(self.rows[row])
         return count if place is None else min(count, place - length)
 
+    def together(self, counts: Mapping[int, int]) -> list[int]:
+        """Which of these rows, with so many tokens each, can share a step; the first is among them.
+
+        All of them, padded, unless a recurrent layer would take pads for tokens.
+        """
+        first = next(iter(counts.values()))
+        return [row for row, count in counts.items() if count == first or not self._state_layers]
+
     def begin(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, attention_mask: Tensor | None = None
     ) -> Step:
@@ -91,7 +102,8 @@ class PagedCache(GatheredCache):
 
         Args:
             rows: [R] places in :attr:`rows`, each once.
-            tokens: [R][q] ids, as many in each row.
+            tokens: [R] the ids of each row; as many in each where the model has recurrent layers. Shorter ones are padded on
+                the left, and their pads are not stored.
             attention_mask: a mask of the caller's own, checked for its length.
 
         Raises:
@@ -99,15 +111,20 @@ class PagedCache(GatheredCache):
             InputError: a row or a number of tokens is wrong, or the last step has not ended.
         """
         self._check_idle("begin")
-        lengths = {len(ids) for ids in tokens}
-        if len(rows) != len(tokens) or len(lengths) != 1 or 0 in lengths or len(set(rows)) != len(rows):
+        counts = [len(ids) for ids in tokens]
+        ragged = len(set(counts)) > 1
+        if len(rows) != len(tokens) or not counts or 0 in counts or len(set(rows)) != len(rows):
             raise InputError(
-                f"begin got rows {list(rows)} with {[len(ids) for ids in tokens]} tokens; give different rows, all with the "
-                "same number of tokens, at least 1"
+                f"begin got rows {list(rows)} with {counts} tokens; give different rows, each with at least 1 token"
+            )
+        if ragged and self._state_layers:
+            raise InputError(
+                f"begin got rows with {counts} tokens; a recurrent layer would take the pads of the shorter for tokens: give "
+                "rows with the same number of tokens (max_query and together tell)"
             )
         if wrong := [row for row in rows if not 0 <= row < len(self.rows)]:
             raise InputError(f"rows {wrong} are not open; the cache has {len(self.rows)} rows")
-        query_length = lengths.pop()
+        query_length = max(counts)
         chosen = [self.rows[row] for row in rows]
         if query_length > 1 and not self._continues and any(row.length for row in chosen):
             raise InputError(

@@ -99,6 +99,8 @@ class QuantizedStore:
         """Quantize these blocks, [n] int64, which are full of committed tokens; those that are quantized stay as they are."""
         blocks = blocks.to(self._places.device)
         residual = blocks[self._places[blocks] >= 0]
+        if not len(residual):
+            return
         for quantized, pool in zip(self._quantized, self._residual, strict=True):
             quantized.write(residual, pool[self._places[residual]])
         self.release(residual)

@@ -5,7 +5,7 @@ Host bookkeeping over the cache groups; no K/V are touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -60,6 +60,7 @@ class RowBook:
         checkpoint: where states are saved for later prompts: at the ``prompt``'s last block boundary, every so many
             tokens (whole blocks, rounded up), or nowhere.
         checkpoints: the saved states.
+        on_idle: called when rows may have let go of blocks.
 
     Attributes:
         rows: in the order of the batch.
@@ -74,6 +75,7 @@ class RowBook:
         recurrent: bool,
         checkpoint: Literal["prompt"] | int | None,
         checkpoints: Checkpoints,
+        on_idle: Callable[[], None],
     ) -> None:
         if isinstance(checkpoint, int):
             if checkpoint < 1:
@@ -81,7 +83,7 @@ class RowBook:
             checkpoint = -(-checkpoint // block_size) * block_size
         self._groups, self._block_size = groups, block_size
         self._recurrent, self._checkpoint = recurrent, checkpoint
-        self._checkpoints = checkpoints
+        self._checkpoints, self.on_idle = checkpoints, on_idle
         self.rows: list[Row] = []
         self.recording = False
 
@@ -122,7 +124,7 @@ class RowBook:
             raise
         left = [row for number, row in enumerate(self.rows) if number not in seen]
         self.rows = rows
-        self._release(left)
+        self.release(left)
 
     def copy(self, row: Row) -> Row:
         """A second row with the same history, which takes no block."""
@@ -144,11 +146,12 @@ class RowBook:
             self._release(copies)
             raise
         old, self.rows = self.rows, copies
-        self._release(old)
+        self.release(old)
 
     def release(self, rows: Sequence[Row]) -> None:
         """Give up what these rows hold."""
         self._release(rows)
+        self.on_idle()
 
     def advance(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], states: StateBatch | None) -> None:
         """A step is over: its tokens' K/V are written, and ``states`` are what came out of it.
@@ -181,6 +184,8 @@ class RowBook:
             self._slide(row)
         for batch in stale:
             self._compact(batch)
+        if any(group.window is not None for group in self._groups):
+            self.on_idle()
 
     def rollback(self, drop: Sequence[int]) -> list[int]:
         """Drop the last tokens of each row; how many tokens before them have to be forwarded again."""
@@ -206,6 +211,7 @@ class RowBook:
                 self.rows[number] = reopened[number]
             else:
                 self._truncate(row, resume)
+        self.on_idle()
         return [target - row.length for target, row in zip(targets, self.rows, strict=True)]
 
     def next_checkpoint(self, row: Row) -> int | None:
@@ -225,9 +231,9 @@ class RowBook:
         else:
             tables, length = [], max(depths or [0])
         state = self._checkpoints.get(prompt, length) if self._recurrent and length else None
-        sealed = [length // group.pool.block_size for group in self._groups]
         tokens = list(prompt.tokens[:length])
-        return Row(prompt, tables, length, length, tokens, state, final=length, sealed=sealed)
+        # What is hit may be in a row that still awaits a rollback: it is final here, so that it is sealed.
+        return Row(prompt, tables, length, length, tokens, state, final=length, sealed=[0] * len(self._groups))
 
     def _reopen(self, row: Row, length: int) -> Row:
         assert row.prompt is not None

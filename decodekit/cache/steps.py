@@ -28,7 +28,9 @@ class Step:
 
     Attributes:
         rows: those that take part.
-        lengths: [R] tokens each had before.
+        lengths: [R] tokens each had before; where rows bring different numbers of tokens, less the pads of the row (so that
+            it can be negative): a row's new tokens are the last of its q columns.
+        counts: [R] new tokens of each row, q of the longest; ``None`` where nobody named them.
         query_length: q; 0 while it is not known.
         written: layers whose K/V were written.
         touched: layers whose states were asked for.
@@ -39,7 +41,13 @@ class Step:
         self, cache: PagedCache, rows: Sequence[Row], tokens: Sequence[Sequence[int]] | None, *, opened: bool = False
     ) -> None:
         self._cache, self._tokens = cache, tokens
-        self.rows, self.lengths = list(rows), [row.length for row in rows]
+        self.rows = list(rows)
+        # A row with fewer tokens than the others is padded on the left: as if it had been that much shorter before.
+        self.counts = [len(ids) for ids in tokens] if tokens is not None else None
+        longest = max(self.counts or [0])
+        self.lengths = [
+            row.length + count - longest for row, count in zip(rows, self.counts or [0] * len(rows), strict=True)
+        ]
         self._before = [(row.length, row.state, row.final, len(row.tokens), len(row.past)) for row in rows]
         self.explicit, self.opened = tokens is not None, opened
         self.query_length = 0
@@ -67,7 +75,12 @@ class Step:
     def position_ids(self) -> Tensor:
         """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths."""
         positions = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)
-        return positions.to(self._cache.device)
+        return positions.clamp_(min=0).to(self._cache.device)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some row is shorter than another, with its new tokens."""
+        return len(set(self.lengths)) > 1
 
     def __enter__(self) -> Self:
         return self
@@ -93,10 +106,16 @@ class Step:
         Raises:
             OutOfBlocks: a group has no room for all.
         """
+        counts = self.counts or [query_length] * len(self.rows)
         for number, group in enumerate(groups):
             tables = [row.tables[number] for row in self.rows]
-            self._copies.append(group.pool.append_together(tables, query_length))
-            self.slots.append(group.slots(tables, self.lengths, query_length))
+            if len(set(counts)) == 1:
+                self._copies.append(group.pool.append_together(tables, query_length))
+            else:
+                self._copies.append([])
+                for table, count in zip(tables, counts, strict=True):
+                    self._copies[-1].append(group.pool.append(table, count))
+            self.slots.append(group.slots(tables, self.lengths, query_length, counts))
         self.query_length = query_length
         return [[copy for copied in per_row for copy in copied] for per_row in self._copies]
 
@@ -117,6 +136,6 @@ class Step:
             del row.tokens[tokens:], row.past[past:]
         load(layers, None)
         for number, (group, per_row) in enumerate(zip(groups, self._copies, strict=False)):
-            for row, length, copied in zip(self.rows, self.lengths, per_row, strict=True):
-                group.pool.retract(row.tables[number], length, copied)
+            for row, before, copied in zip(self.rows, self._before, per_row, strict=False):
+                group.pool.retract(row.tables[number], before[0], copied)
         self._copies, self.slots, self.query_length = [], [], 0

@@ -32,6 +32,9 @@ class KVStore(Protocol):
     def seal(self, blocks: Tensor) -> None:
         """These blocks, [n] int64, are full of committed tokens that no step will take back."""
 
+    def release(self, blocks: Tensor) -> None:
+        """Nobody needs what these blocks, [n] int64, hold."""
+
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
@@ -93,6 +96,9 @@ class FullStore:
 
     def seal(self, blocks: Tensor) -> None:
         """Full precision has nothing to do for a full block."""
+
+    def release(self, blocks: Tensor) -> None:
+        """The pool keeps its size."""
 
     @property
     def nbytes(self) -> int:

@@ -50,6 +50,9 @@ class PagedSpec(BaseModel):
     budget: Annotated[int, Field(ge=1), BeforeValidator(_size)] | None = Field(
         None, description="most bytes of keys and values, such as 4GiB; as many as the call needs when left out"
     )
+    quantization: Literal["int8", "fp8", "int4", "int2"] | None = Field(
+        None, description="of full blocks of keys and values; as the model computes them when left out"
+    )
 
 
 CACHES: Mapping[str, type[DynamicSpec | PagedSpec]] = {"dynamic": DynamicSpec, "paged": PagedSpec}

@@ -51,6 +51,7 @@ def paged_cache(
         num_blocks=_blocks(model, spec, settings, prompts),
         block_size=spec.block_size,
         device=model.device,
+        quantization=spec.quantization,
         prefix_cache=False,
     )
 
@@ -87,13 +88,18 @@ def _blocks(model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[st
     needed = shared + rows * apart
     if spec.budget is None:
         return needed
-    account = ledger(model.config, context=size, batch=1, dtype=model.dtype, block_size=size)
-    block = max(1, account.kv_bytes_per_token * size)
-    available = spec.budget // block
+    full, stored = (
+        ledger(model.config, context=size, batch=1, dtype=model.dtype, block_size=size, quantization=quantization)
+        for quantization in (None, spec.quantization)
+    )
+    block = max(1, stored.kv_bytes_per_token * size + stored.scale_bytes_per_block)
+    # A block is quantized once it is full: each row has one that is not.
+    filling = rows * full.kv_bytes_per_token * size if spec.quantization else 0
+    available = max(0, spec.budget - filling) // block
     if available < needed:
         raise InputError(
             f"cache.budget {format_bytes(spec.budget)} holds {available * size} tokens in blocks of {size}; this call may "
             f"need {needed * size} ({rows} rows, up to {longest} new tokens each): raise it to "
-            f"{format_bytes(needed * block)}, or ask for fewer tokens"
+            f"{format_bytes(needed * block + filling)}, or ask for fewer tokens"
         )
     return needed

@@ -97,12 +97,14 @@ class RaggedForward:
             self._always["output_hidden_states"] = True
 
     def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
-        """Forward the next tokens of these rows, [R][q]."""
-        input_ids = torch.tensor([list(ids) for ids in tokens], device=self._model.device)
+        """Forward the next tokens of these rows, [R] of any numbers; the outputs are right-aligned."""
+        width = max(map(len, tokens))
+        padded = [[0] * (width - len(ids)) + list(ids) for ids in tokens]
+        input_ids = torch.tensor(padded, device=self._model.device)
         with self._cache.begin(rows, tokens) as step:
             inputs = {
                 # Rows of one length have no pads, and attention without a mask is faster.
-                "attention_mask": step.attention_mask if len(set(step.lengths)) > 1 else None,
+                "attention_mask": step.attention_mask if step.padded else None,
                 "position_ids": step.position_ids,
                 "logits_to_keep": 1,
             }

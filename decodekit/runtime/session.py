@@ -225,9 +225,7 @@ class PagedSession(Session):
             for row, prompt in waiting.items():
                 start = self._cache.rows[row].length
                 tokens[row] = prompt[start : start + self._cache.max_query(row, len(prompt) - start)]
-            # A forward is rectangular: rows with the same number of tokens go together.
-            length = len(tokens[next(iter(tokens))])
-            group = [row for row, ids in tokens.items() if len(ids) == length]
+            group = self._cache.together({row: len(ids) for row, ids in tokens.items()})
             outputs = self._keep(self._forward(group, [tokens[row] for row in group]), "main")
             if not parts:
                 self._check_head(outputs)

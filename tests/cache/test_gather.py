@@ -16,7 +16,8 @@ def opened(group, lengths):
 def columns(group, tables, lengths, count):
     for table in tables:
         group.pool.append(table, count)
-    write, read = group.slots(tables, lengths, count).on(torch.device("cpu"))
+    write, read, chosen = group.slots(tables, lengths, count, [count] * len(tables)).on(torch.device("cpu"))
+    assert chosen is None
     assert write.tolist() == read[:, -count:].flatten().tolist()
     return read.tolist()
 
