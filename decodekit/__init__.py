@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from decodekit.cache.ledger import ledger
+    from decodekit.cache.paged import PagedCache
     from decodekit.core.errors import (
         DecodekitError,
         InputError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # Imported on first use: ``import decodekit`` and the command line stay fast, and nothing loads torch before it must.
 _HOME = {
     "decodekit.cache.ledger": ("ledger",),
+    "decodekit.cache.paged": ("PagedCache",),
     "decodekit.core.errors": (
         "DecodekitError",
         "InputError",

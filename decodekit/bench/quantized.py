@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -66,7 +67,12 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
 def _cache(model: Any, tokens: int, kind: Any) -> PagedCache:
     blocks = -(-tokens // BLOCK_SIZE)
     return PagedCache(
-        model.config, num_blocks=blocks, block_size=BLOCK_SIZE, device=model.device, quantization=kind, prefix_cache=False
+        model.config,
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        device=model.device,
+        quantization=kind,
+        prefix_cache=False,
     )
 
 
@@ -129,4 +135,4 @@ def _chat(tokenizer: Any, text: str) -> list[int]:
 
 def _common(tokens: list[int], others: list[int]) -> int:
     """How many first tokens are the same."""
-    return next((n for n, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other), min(len(tokens), len(others)))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))))

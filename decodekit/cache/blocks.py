@@ -234,10 +234,16 @@ class BlockPool:
             undo()
             raise
 
-    def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
+    def commit(self, table: BlockTable, tokens: Sequence[int], *, written_from: int = 0) -> None:
         """The K/V of these tokens, the next of the sequence, are written; blocks that they fill are sealed.
 
         A block that holds what another holds already stays this table's own; prompts hit the older while it lives.
+
+        Args:
+            table: the sequence.
+            tokens: their ids.
+            written_from: tokens before this one were not written, only what a window needs; a block with any of them is
+                not sealed.
 
         Raises:
             InputError: more tokens than ``append`` made room for.
@@ -254,7 +260,8 @@ class BlockPool:
             for place in range(0, filled, size):
                 chains.append(self._index.child(chains[-1], contents[place : place + size]))
             full = zip(table.blocks[start // size : end // size], chains[1:], strict=True)
-            sealed = [(block, chain) for block, chain in full if block is not None]
+            written = islice(full, max(-(-written_from // size) - start // size, 0), None)
+            sealed = [(block, chain) for block, chain in written if block is not None]
             undo = self._allocator.snapshot([block for block, _ in sealed], [table], chains)
             try:
                 for block, chain in sealed:

@@ -87,11 +87,11 @@ class Group:
         first = torch.tensor(lengths).unsqueeze(1) + (query_length - columns)
         # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
         positions = (torch.arange(columns) + first).clamp_(min=0)
-        blocks = self._block_table(tables).gather(1, positions // size)
+        blocks = self.block_table(tables).gather(1, positions // size)
         return Slots(blocks * size + positions % size, query_length, counts)
 
-    def _block_table(self, tables: Sequence[BlockTable]) -> Tensor:
-        """[R, blocks] as a tensor; made anew only when a table got another list of blocks."""
+    def block_table(self, tables: Sequence[BlockTable]) -> Tensor:
+        """[R, blocks] of these rows, 0 where a window let go; made anew only when a table got another list of blocks."""
         lists = [table.blocks for table in tables]
         if len(lists) != len(self._listed) or any(new is not old for new, old in zip(lists, self._listed, strict=True)):
             width = max(map(len, lists))

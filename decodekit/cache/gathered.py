@@ -52,6 +52,7 @@ class GatheredCache(Cache):
         _check_heads(config.get_text_config(decoder=True))
         kinds = compat.cache_layers(config)
         super().__init__(layers=make_layers(kinds))
+        self._config = config
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
         self._quantization = quantization
@@ -114,6 +115,8 @@ class GatheredCache(Cache):
             store = self._stores[layer_idx] = self._new_store(number, keys, values)
         store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
         step.written.add(layer_idx)
+        if step.direct:
+            return key_states, value_states
         keys, values = (states.transpose(1, 2) for states in store.read(read))
         if key_states.requires_grad and torch.is_grad_enabled():
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
@@ -340,6 +343,14 @@ class GatheredCache(Cache):
         self._check_idle("reordering")
         if self._book.rows:
             self._book.fork(parents)
+
+    def group_of(self, layer_idx: int) -> int:
+        """The number of the cache group that a layer belongs to."""
+        return self._group_of[layer_idx]
+
+    def store(self, layer_idx: int) -> KVStore:
+        """Where a layer's K/V are; there from its first forward on."""
+        return self._stores[layer_idx]
 
     def _lengths(self) -> list[int]:
         if self._step is not None and self._step.explicit:

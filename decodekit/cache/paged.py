@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from decodekit.cache import transfer
 from decodekit.cache.gathered import GatheredCache
 from decodekit.cache.prefix import Prompt
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.steps import Step
-from decodekit.core.errors import InputError
+from decodekit.core.errors import InputError, Refused
 
 
 class Snapshot:
@@ -96,7 +98,12 @@ class PagedCache(GatheredCache):
         return [row for row, count in counts.items() if count == first or not self._state_layers]
 
     def begin(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, attention_mask: Tensor | None = None
+        self,
+        rows: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        *,
+        attention_mask: Tensor | None = None,
+        direct: bool = False,
     ) -> Step:
         """Begin a forward of the next tokens of some rows; :meth:`commit` or :meth:`abort` ends it.
 
@@ -105,10 +112,13 @@ class PagedCache(GatheredCache):
             tokens: [R] the ids of each row; as many in each where the model has recurrent layers. Shorter ones are padded on
                 the left, and their pads are not stored.
             attention_mask: a mask of the caller's own, checked for its length.
+            direct: the model's attention is :mod:`decodekit.cache.attention`'s and is given the step: it reads the blocks
+                itself, and what many rows share once.
 
         Raises:
             OutOfBlocks: there is no room for all of it; nothing was taken.
             InputError: a row or a number of tokens is wrong, or the last step has not ended.
+            Refused: a direct step over quantized blocks.
         """
         self._check_idle("begin")
         counts = [len(ids) for ids in tokens]
@@ -131,9 +141,11 @@ class PagedCache(GatheredCache):
                 f"a step of {query_length} tokens after {[row.length for row in chosen]}: this model's forward of several "
                 "tokens forgets its recurrent state; forward one token a step (max_query tells)"
             )
+        if direct and self._quantization is not None:
+            raise Refused(f"attention cannot read {self._quantization} blocks itself; begin a step that is not direct")
         if attention_mask is not None:
             self._check_mask(attention_mask, [row.length for row in chosen], query_length)
-        step = self._step = Step(self, chosen, [list(ids) for ids in tokens])
+        step = self._step = Step(self, chosen, [list(ids) for ids in tokens], direct=direct)
         try:
             self._reserve(step, query_length)
             step.load(self.layers)
@@ -147,12 +159,17 @@ class PagedCache(GatheredCache):
 
         Raises:
             InputError: no step was begun, or the model did not write all of its layers; abort it then.
+            Refused: a layer of a direct step did not read its blocks, so that it saw the new tokens only; abort it then.
         """
         if self._step is None or not self._step.explicit:
             raise InputError("commit without a step; begin one, and forward its tokens")
         if missing := self._missing(self._step):
             raise InputError(
                 f"layers {missing} were not forwarded in this step; commit after the model has run, or abort"
+            )
+        if self._step.direct and (unread := sorted(self._step.written - self._step.read)):
+            raise Refused(
+                f"layers {unread} did not read the blocks of their step: this model does not hand it down; gather"
             )
         self._finish(self._step)
 
@@ -204,6 +221,54 @@ class PagedCache(GatheredCache):
         """The rows of a snapshot take the place of those that are there."""
         self._check_idle("restore")
         self._book.replace(snapshot.rows)
+
+    def export(self, row: int, path: Path | str | None = None) -> bytes:
+        """One sequence as a safetensors file for :meth:`load`, in this cache or another of the same model.
+
+        It holds the tokens, the K/V that the next token sees ([T, H, D] a layer, in the model's dtype), the recurrent states,
+        and in plain text the prompt's salt and keys.
+
+        Args:
+            row: its place in :attr:`rows`.
+            path: also write it there, whole or not at all.
+
+        Raises:
+            InputError: there is no such row, or a key of its prompt is not made of str, bytes, int, bool, None and tuples.
+            Refused: nobody named the row's tokens.
+        """
+        self._check_idle("export")
+        if not 0 <= row < len(self.rows):
+            raise InputError(f"row {row} is not open; the cache has {len(self.rows)} rows")
+        blob = transfer.dump(self, row)
+        if path is not None:
+            partial = Path(f"{path}.partial")
+            partial.write_bytes(blob)
+            partial.replace(path)
+        return blob
+
+    def load(self, blob: bytes | Path | str) -> int:
+        """Append a sequence that :meth:`export` wrote; it goes on as it would have there, and later prompts hit its blocks.
+
+        A checksum tells damage, not malice: the blocks are hit by all prompts of its salt, so load only what you trust. That
+        the models' weights are the same is not checked either. An empty cache puts all on its ``device``.
+
+        Args:
+            blob: the file, or its path.
+
+        Returns:
+            its place in :attr:`rows`.
+
+        Raises:
+            InputError: it is not such a file, is damaged, or is of another version or model; nothing changed.
+            OutOfBlocks: there is no room for it; nothing changed.
+        """
+        self._check_idle("load")
+        if isinstance(blob, bytes):
+            return transfer.restore(self, blob, "the blob")
+        try:
+            return transfer.restore(self, Path(blob).read_bytes(), str(blob))
+        except OSError as error:
+            raise InputError(f"{blob} cannot be read: {error.strerror}; give the path or the bytes of an export") from error
 
     def can_admit(self, prompt: Prompt | Sequence[int], max_new: int) -> bool:
         """Whether a prompt and ``max_new`` more tokens fit beside what is there, if nothing else grows."""

@@ -109,12 +109,17 @@ class QuantizedStore:
         """What these blocks, [n] int64, have in full precision is no longer needed: they were sealed or freed."""
         self._places[blocks.to(self._places.device)] = -1
         residual = (self._places >= 0).nonzero().squeeze(1)
-        if len(self._residual[0]) > 2 * len(residual) + 1:
+        if len(self._residual[0]) > 2 * len(residual):
             with torch.inference_mode(False):
                 pools = tuple(pool[self._places[residual]] for pool in self._residual)
                 places = torch.full_like(self._places, -1)
                 places[residual] = torch.arange(len(residual), dtype=places.dtype, device=places.device)
             vars(self).update(_residual=pools, _places=places)  # one call: an interrupt comes before or after it
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self._places.device
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,7 @@ class Row:
         past: lengths and states it had since the last rollback, while rollbacks are expected.
         final: tokens that no rollback is expected to reach.
         sealed: full blocks, of each group, that the stores were told of.
+        floor: a length below which K/V that a window shows were never here: the row was loaded from elsewhere.
     """
 
     prompt: Prompt | None
@@ -41,6 +42,7 @@ class Row:
     past: list[tuple[int, StateRef | None]] = field(default_factory=list, repr=False)
     final: int = 0
     sealed: list[int] = field(default_factory=list, repr=False)
+    floor: int = 0
 
 
 class _Resume(NamedTuple):
@@ -252,7 +254,7 @@ class RowBook:
         if row.prompt is None:
             places.append((0, None))
         for length, state in places:
-            if length <= target and all(
+            if row.floor <= length <= target and all(
                 group.first_needed(length) >= table.slid * group.pool.block_size
                 for group, table in zip(self._groups, row.tables, strict=True)
             ):

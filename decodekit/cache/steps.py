@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from decodekit.cache.attention import Layout
 from decodekit.cache.blocks import Copy
 from decodekit.cache.gather import Group, Slots
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import collect, load, working_copy
+from decodekit.cache.storage import FullStore
+from decodekit.core.errors import Refused
 
 if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
@@ -35,10 +38,18 @@ class Step:
         written: layers whose K/V were written.
         touched: layers whose states were asked for.
         explicit: whether it was begun by ``begin``, or by a forward that nobody announced.
+        direct: whether attention reads the blocks itself, so that nothing is gathered for it.
+        read: layers whose blocks were read so.
     """
 
     def __init__(
-        self, cache: PagedCache, rows: Sequence[Row], tokens: Sequence[Sequence[int]] | None, *, opened: bool = False
+        self,
+        cache: PagedCache,
+        rows: Sequence[Row],
+        tokens: Sequence[Sequence[int]] | None,
+        *,
+        opened: bool = False,
+        direct: bool = False,
     ) -> None:
         self._cache, self._tokens = cache, tokens
         self.rows = list(rows)
@@ -49,7 +60,9 @@ class Step:
             row.length + count - longest for row, count in zip(rows, self.counts or [0] * len(rows), strict=True)
         ]
         self._before = [(row.length, row.state, row.final, len(row.tokens), len(row.past)) for row in rows]
-        self.explicit, self.opened = tokens is not None, opened
+        self.explicit, self.opened, self.direct = tokens is not None, opened, direct
+        self.read: set[int] = set()
+        self._layouts: dict[int, Layout] = {}
         self.query_length = 0
         self.written: set[int] = set()
         self.touched: set[int] = set()
@@ -81,6 +94,33 @@ class Step:
     def padded(self) -> bool:
         """Whether some row is shorter than another, with its new tokens."""
         return len(set(self.lengths)) > 1
+
+    def layout(self, layer_idx: int) -> Layout:
+        """Where the rows' tokens lie in this layer, for attention that reads blocks; one for all layers of a group."""
+        number = self._cache.group_of(layer_idx)
+        if number not in self._layouts:
+            group = self._cache.groups[number]
+            self._layouts[number] = Layout(
+                block_table=group.block_table([row.tables[number] for row in self.rows]),
+                lengths=torch.tensor(self.lengths) + self.query_length,
+                query_start=torch.arange(len(self.rows) + 1) * self.query_length,
+                block_size=group.pool.block_size,
+                window=group.window,
+                device=self._cache.device,
+            )
+        return self._layouts[number]
+
+    def kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """This layer's K/V by slot, [S, H, D] and [S, H, Dv], the new tokens' included.
+
+        Raises:
+            Refused: they are not stored as they are.
+        """
+        self.read.add(layer_idx)
+        store = self._cache.store(layer_idx)
+        if not isinstance(store, FullStore):
+            raise Refused(f"a {type(store).__name__} has no K/V that attention can read in place; gather them")
+        return store.keys, store.values
 
     def __enter__(self) -> Self:
         return self

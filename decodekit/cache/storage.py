@@ -36,6 +36,10 @@ class KVStore(Protocol):
         """Nobody needs what these blocks, [n] int64, hold."""
 
     @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
 
@@ -99,6 +103,11 @@ class FullStore:
 
     def release(self, blocks: Tensor) -> None:
         """The pool keeps its size."""
+
+    @property
+    def device(self) -> torch.device:
+        """See :class:`KVStore`."""
+        return self._keys.device
 
     @property
     def nbytes(self) -> int:

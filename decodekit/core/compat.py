@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -349,6 +349,18 @@ def callers_criteria(prepared: Prepared) -> Criteria:
         any(isinstance(criterion, MaxTimeCriteria) for criterion in own),
         any(isinstance(criterion, EosTokenCriteria) for criterion in own),
     )
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """A context in which the layers of the language model attend by the implementation of this name."""
+    config = text_config(model)
+    usual = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
 
 
 def optimized(model: PreTrainedModel) -> AbstractContextManager[None]:

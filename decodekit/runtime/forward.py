@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from decodekit.cache.attention import NAME
 from decodekit.cache.paged import PagedCache
-from decodekit.core.compat import CACHE_KEY, Prepared, context_length
+from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length
 
 
 class Stepper:
@@ -96,12 +97,21 @@ class RaggedForward:
         if hidden_states:
             self._always["output_hidden_states"] = True
 
-    def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
-        """Forward the next tokens of these rows, [R] of any numbers; the outputs are right-aligned."""
+    def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, direct: bool = False) -> Any:
+        """Forward the next tokens of these rows, [R] of any numbers; the outputs are right-aligned.
+
+        Args:
+            rows: places in the cache.
+            tokens: [R] their next tokens.
+            direct: let attention read the blocks itself.
+
+        Raises:
+            Refused: it cannot, for this model; nothing has changed.
+        """
         width = max(map(len, tokens))
         padded = [[0] * (width - len(ids)) + list(ids) for ids in tokens]
         input_ids = torch.tensor(padded, device=self._model.device)
-        with self._cache.begin(rows, tokens) as step:
+        with self._cache.begin(rows, tokens, direct=direct) as step:
             inputs = {
                 # Rows of one length have no pads, and attention without a mask is faster.
                 "attention_mask": step.attention_mask if step.padded else None,
@@ -109,4 +119,9 @@ class RaggedForward:
                 "logits_to_keep": 1,
             }
             given = {name: value for name, value in inputs.items() if name in self._accepted}
-            return self._model(input_ids=input_ids, **given, **self._always)
+            if not direct:
+                return self._model(input_ids=input_ids, **given, **self._always)
+            with attention(self._model, NAME):
+                return self._model(
+                    input_ids=input_ids, **{**given, "attention_mask": None}, **self._always, dk_cache=step
+                )

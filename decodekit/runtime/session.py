@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from decodekit.cache.attention import check_config
 from decodekit.cache.paged import PagedCache
 from decodekit.core import compat
 from decodekit.core.errors import Refused
@@ -126,7 +127,7 @@ class DynamicSession(Session):
     def read(self, tokens: Ids) -> dict[str, BranchOutputs]:
         """For each branch of the one row, the outputs from which each of these tokens would follow its prompt, [N, ...]."""
         for stepper in self._steppers.values():
-            stepper.extend(torch.tensor([list(tokens[:-1])], device=stepper.input_ids.device))
+            stepper.extend(torch.tensor([list(tokens[:-1])], dtype=torch.long, device=stepper.input_ids.device))
         return self._prefill(last=len(tokens))
 
     def _prefill(self, last: int) -> dict[str, BranchOutputs]:
@@ -175,6 +176,7 @@ class PagedSession(Session):
         self._cache = cache
         self._prompts = {name: [tuple(prompt) for prompt in prompts] for name, prompts in branches.items()}
         self._forward = RaggedForward(model, cache, hidden_states=bool(layers))
+        self._direct = False
         # Which (branch, row) each row of the cache belongs to.
         self._order: list[tuple[str, int]] = []
 
@@ -196,6 +198,8 @@ class PagedSession(Session):
         for place, row in first.items():
             self.forwarded[row] += len(prompts[place]) - cached[place]
         self._cache.fork(owners)
+        # Gathering would copy what they share for each of them.
+        self._direct = len(prompts) < len(keys) and self._reads_blocks()
         self._order = keys
         return self._split(outputs, owners, len(rows))
 
@@ -206,7 +210,7 @@ class PagedSession(Session):
         if ended:
             self._cache.release(ended)
             self._order = [key for key in self._order if key[1] in live]
-        raw = self._forward(range(len(self._order)), [[live[row]] for _, row in self._order])
+        raw = self._forward_one([live[row] for _, row in self._order])
         for _, row in self._order:
             self.forwarded[row] += 1
         return self._split(self._keep(raw, "main"), range(len(self._order)), len(rows))
@@ -215,6 +219,16 @@ class PagedSession(Session):
     def close(self) -> None:
         self._cache.release(range(len(self._cache.rows)))
         self._order = []
+
+    def _forward_one(self, tokens: Ids) -> Any:
+        """Forward one token of every row; rows that share much are attended where it lies, once."""
+        rows, inputs = range(len(tokens)), [[token] for token in tokens]
+        if self._direct:
+            try:
+                return self._forward(rows, inputs, direct=True)
+            except Refused:
+                self._direct = False
+        return self._forward(rows, inputs)
 
     def _prefill_open(self, prompts: Sequence[Ids]) -> BranchOutputs:
         """Forward what the cache does not have of every open row; outputs at their last positions."""
@@ -234,6 +248,13 @@ class PagedSession(Session):
                     parts[row] = outputs.select(torch.tensor([place], device=outputs.logits.device))
                     del waiting[row]
         return BranchOutputs.concatenate([parts[row] for row in range(len(prompts))])
+
+    def _reads_blocks(self) -> bool:
+        try:
+            check_config(self.model.config)
+        except Refused:
+            return False
+        return True
 
     def _split(self, outputs: BranchOutputs, places: Sequence[int], count: int) -> dict[str, BranchOutputs]:
         """The outputs by branch: ``places`` holds those of ``count`` rows a branch."""

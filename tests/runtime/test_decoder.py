@@ -54,7 +54,9 @@ def test_greedy_gives_the_tokens_of_generate_for_a_left_padded_batch(model, padd
 
 def test_a_repetition_penalty_gives_each_row_the_tokens_of_generate_without_pads(model, padded) -> None:
     # Before 5.24 generate itself counted the pads.
-    ours = model.generate(**padded(), max_new_tokens=16, repetition_penalty=1.5, custom_generate=GREEDY)[:, 12:].tolist()
+    ours = model.generate(**padded(), max_new_tokens=16, repetition_penalty=1.5, custom_generate=GREEDY)[
+        :, 12:
+    ].tolist()
     for prompt, row in zip(PROMPTS, ours, strict=True):
         [plain] = model.generate(torch.tensor([prompt]), max_new_tokens=16, repetition_penalty=1.5).tolist()
         assert row[: len(plain) - len(prompt)] == plain[len(prompt) :]

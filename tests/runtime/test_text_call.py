@@ -130,6 +130,9 @@ def test_score_equals_the_models_own_log_softmax(dense, tokenizer) -> None:
         logprobs = dense(torch.tensor([prompt + end])).logits[0].log_softmax(-1)
     expected = [float(logprobs[len(prompt) - 1 + index, token]) for index, token in enumerate(end)]
     assert scored == pytest.approx(expected, abs=1e-9)
+    assert GREEDY.score(dense, tokenizer, "Who won?", "t") == pytest.approx(
+        [float(logprobs[len(prompt) - 1, tokenizer("t").input_ids[0]])], abs=1e-9
+    )
     with pytest.raises(InputError, match="the continuation '' has no token"):
         GREEDY.score(dense, tokenizer, "Who won?", "")
     with pytest.raises(InputError, match="the model's context holds 2048 in all"):

@@ -1,0 +1,164 @@
+import pytest
+import torch
+
+import decodekit
+from decodekit.cache.paged import PagedCache
+from decodekit.core.compat import CACHE_KEY
+from decodekit.core.errors import InputError, Refused
+from decodekit.runtime.session import PagedSession
+from decodekit.testing import tiny_model
+from tests.runtime.conftest import PROMPTS
+
+pytestmark = pytest.mark.integration
+
+SAMPLED = {"rules": [], "generation": {"do_sample": True, "seed": 1, "max_new_tokens": 24, "num_return_sequences": 5}}
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """What every forward of a paged session was: rows, tokens, and whether attention read the blocks."""
+    seen = []
+    from decodekit.runtime.forward import RaggedForward
+
+    original = RaggedForward.__call__
+
+    def noted(self, rows, tokens, *, direct=False):
+        raw = original(self, rows, tokens, direct=direct)
+        seen.append((len(rows), sum(map(len, tokens)), direct))
+        return raw
+
+    monkeypatch.setattr(RaggedForward, "__call__", noted)
+    return seen
+
+
+def test_samples_prefill_their_prompt_once_and_equal_the_dynamic_cache(model, padded, forwards) -> None:
+    paged = model.generate(**padded(), custom_generate=decodekit.load(SAMPLED))
+    prefills = [tokens for rows, tokens, _ in forwards if tokens != rows]
+    assert sum(prefills) <= sum(map(len, PROMPTS))
+    assert any(direct for *_, direct in forwards)
+    dynamic = model.generate(**padded(), custom_generate=decodekit.load({**SAMPLED, "cache": "dynamic"}))
+    assert torch.equal(paged, dynamic)
+
+
+def test_rows_leave_as_they_end(dense, padded, forwards) -> None:
+    ended = dense.generate(
+        **padded(), max_new_tokens=20, eos_token_id=list(range(20)), custom_generate=decodekit.load({})
+    )
+    lengths = [len([token for token in row if token != 0]) for row in ended[:, 12:].tolist()]
+    steps = [rows for rows, tokens, _ in forwards if tokens == rows]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < 8
+    assert sum(steps) <= sum(lengths)
+
+
+def test_prompts_of_any_lengths_share_a_prefill_where_no_state_would_see_pads(padded, forwards) -> None:
+    decoder = decodekit.load({"generation": {"max_new_tokens": 1}})
+    tiny_model("dense").generate(**padded(), custom_generate=decoder)
+    assert [rows for rows, *_ in forwards] == [8]
+    forwards.clear()
+    tiny_model("hybrid").generate(**padded(), custom_generate=decoder)
+    assert sorted(rows for rows, *_ in forwards) == [1, 1, 1, 1, 2, 2]  # those of equal length
+
+
+def test_a_model_that_does_not_hand_the_step_down_is_gathered_for(forwards) -> None:
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = StableLmConfig(**sizes, num_key_value_heads=2, initializer_range=0.5, pad_token_id=0, eos_token_id=1)
+    model = StableLmForCausalLM(config).double().eval()
+    ids = torch.tensor([[5, 17, 42, 8]])
+    paged = model.generate(ids, custom_generate=decodekit.load(SAMPLED))
+    assert not any(direct for *_, direct in forwards)
+    assert torch.equal(paged, model.generate(ids, custom_generate=decodekit.load({**SAMPLED, "cache": "dynamic"})))
+    assert model.config._attn_implementation != "decodekit"
+
+
+def test_a_cache_of_the_callers_serves_call_after_call_and_never_stale_tokens(model) -> None:
+    cache = PagedCache(model.config, num_blocks=200, block_size=4)
+    decoder, first = decodekit.load({}), [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+    prompts = [first, [*first, 20, 21, 22], [*first[:6], 50, 51, 52, 53, 54], [60, 61, 62], first]
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 9, "suppress_tokens": [1]}
+        got = model.generate(ids, **options, custom_generate=decoder, **{CACHE_KEY: cache})
+        assert torch.equal(got, model.generate(ids, **options))
+        assert cache.rows == []
+    hits = sum(group["hits"] for group in cache.stats()["groups"])
+    assert hits > 0
+    output, *_ = decoder.run(
+        model, _Ids(first), "x", raw=True, max_new_tokens=2, suppress_tokens=[1], **{CACHE_KEY: cache}
+    )
+    assert output.stats["forwarded_tokens"] < len(first) + 1
+
+
+class _Ids:
+    """A tokenizer that gives the same ids for every text."""
+
+    pad_token_id, eos_token_id, all_special_ids, chat_template = 0, 1, [0, 1, 2], None
+
+    def __init__(self, ids) -> None:
+        self.input_ids = ids
+
+    def __call__(self, text, **_):
+        return self
+
+    def decode(self, ids, **_) -> str:
+        return "x" * len(ids)
+
+
+def test_a_budget_that_cannot_hold_the_call_is_refused_before_prefill(dense, padded, forwards) -> None:
+    # 4 layers, 2 K/V heads of 8, 2 x 8 bytes each: 1 KiB a token, 16 KiB a block.
+    decoder = decodekit.load({"cache": {"kind": "paged", "budget": "128KiB"}})
+    with pytest.raises(InputError, match=r"cache.budget 128 KiB holds 128 tokens in blocks of 16; this call may need"):
+        dense.generate(**padded(), max_new_tokens=30, custom_generate=decoder)
+    assert forwards == []
+    assert dense.generate(torch.tensor([[5, 6]]), max_new_tokens=30, custom_generate=decoder).shape[0] == 1
+
+
+def test_a_recipe_can_quantize_keys_and_values(dense, forwards) -> None:
+    # A block of 16 tokens in int4: 4 layers, 2 heads, 16 x (4 + 4) bytes of codes, (8 + 16) x 4 of scales: 1.75 KiB; and
+    # one in full precision, 16 KiB. The call needs 5.
+    prompt = torch.tensor([list(range(3, 33))])
+    options = {"max_new_tokens": 30, "min_new_tokens": 30, "return_dict_in_generate": True, "output_logits": True}
+
+    def generated(**cache):
+        decoder = decodekit.load({"cache": {"kind": "paged", **cache}})
+        return torch.stack(dense.generate(prompt, **options, custom_generate=decoder).logits)
+
+    full, int8, int2 = (generated(quantization=kind) for kind in (None, "int8", "int2"))
+    assert 0 < (int8 - full)[:2].abs().mean() < (int2 - full)[:2].abs().mean()
+    assert len(generated(quantization="int4", budget="25KiB")) == 30
+    with pytest.raises(InputError, match=r"raise it to 24\.75 KiB"):
+        generated(quantization="int4", budget="20KiB")
+
+
+def test_a_paged_cache_that_was_asked_for_and_cannot_be_had_is_refused(dense) -> None:
+    decoder = decodekit.load({"cache": "paged"})
+    with pytest.raises(Refused, match=r"cache: \{kind: paged\} cannot be used here: use_cache is off"):
+        dense.generate(torch.tensor([[5, 6]]), use_cache=False, custom_generate=decoder)
+    assert dense.generate(torch.tensor([[5, 6]]), use_cache=False, custom_generate=decodekit.load({})).shape[0] == 1
+
+
+def test_an_interrupted_call_gives_its_blocks_back(dense, monkeypatch) -> None:
+    cache = PagedCache(dense.config, num_blocks=50, prefix_cache=False)
+    original, calls = PagedSession.step, []
+
+    def interrupted(self, rows, tokens):
+        calls.append(rows)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(self, rows, tokens)
+
+    monkeypatch.setattr(PagedSession, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dense.generate(
+            torch.tensor([[5, 6]]), custom_generate=decodekit.load({}), max_new_tokens=9, **{CACHE_KEY: cache}
+        )
+    assert cache.stats()["groups"][0]["used"] == 0
