@@ -16,6 +16,7 @@ from decodekit.core.compat import CACHE_KEY
 KINDS = ("int8", "fp8", "int4", "int2")
 BLOCK_SIZE = 16
 NEW_TOKENS = 64
+ANSWER_TOKENS = 12
 CASES = 10
 FILLER_TOKENS = (400, 800)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -24,7 +25,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a kind, full precision (``none``) first.
 
-    - ``kv_share``: bytes of K/V over those of full precision, after the longest passkey prompt.
+    - ``kv_share``: bytes of K/V over those of full precision, after the passkey prompts.
     - ``same_token``: of the positions of full precision's own output, where the same token has the largest logit.
     - ``same_prefix``: of the new tokens of free-running greedy decoding, those before the first that differs.
     - ``logit_error``: mean absolute difference of the logits at these positions.
@@ -32,41 +33,52 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     """
     chats = [_chat(tokenizer, text) for text in prompts]
     hidden = [_passkey(tokenizer, case) for case in range(CASES)]
-    expected: list[list[int]] = []
-    reference: list[Tensor] = []
+    status("full precision")
+    expected, reference, _ = _greedy(model, chats, NEW_TOKENS, None)
+    lengths = [
+        tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else NEW_TOKENS
+        for tokens in expected
+    ]
+    asked = (torch.arange(NEW_TOKENS) < torch.tensor(lengths).unsqueeze(1)).to(reference.device)
     full_bytes = 0
     rows = []
     for kind in (None, *KINDS):
-        status(f"quantization {kind or 'none'}: greedy decoding")
-        outputs = [_greedy(model, ids, NEW_TOKENS, kind)[0] for ids in chats]
-        expected = expected or outputs
-        logits = [_forced(model, ids, tokens, kind) for ids, tokens in zip(chats, expected, strict=True)]
-        reference = reference or logits
-        status(f"quantization {kind or 'none'}: passkeys")
-        found, held = 0, 0
-        for ids, key in hidden:
-            answer, kv_bytes = _greedy(model, ids, 12, kind)
-            found += key in tokenizer.decode(answer)
-            held = max(held, kv_bytes)
-        full_bytes = full_bytes or held
-        total = sum(map(len, expected))
-        pairs = list(zip(logits, reference, strict=True))
+        status(f"quantization {kind or 'none'}")
+        outputs, logits = (
+            (_greedy(model, chats, NEW_TOKENS, kind)[0], _greedy(model, chats, NEW_TOKENS, kind, forced=expected)[1])
+            if kind
+            else (expected, reference)
+        )
+        answers, _, kv_bytes = _greedy(model, [ids for ids, _ in hidden], ANSWER_TOKENS, kind)
+        full_bytes = full_bytes or kv_bytes
+        found = sum(key in tokenizer.decode(answer) for (_, key), answer in zip(hidden, answers, strict=True))
+        same = sum(
+            _common(own[:length], full[:length]) for own, full, length in zip(outputs, expected, lengths, strict=True)
+        )
         rows.append(
             {
                 "quantization": kind or "none",
-                "kv_share": held / full_bytes,
-                "same_token": sum(int((own.argmax(1) == full.argmax(1)).sum()) for own, full in pairs) / total,
-                "same_prefix": sum(map(_common, outputs, expected)) / total,
-                "logit_error": float(torch.cat([(own - full).abs().flatten() for own, full in pairs]).mean()),
+                "kv_share": kv_bytes / full_bytes,
+                "same_token": float((logits.argmax(2) == reference.argmax(2))[asked].float().mean()),
+                "same_prefix": same / sum(lengths),
+                "logit_error": float((logits - reference).abs().mean(2)[asked].mean()),
                 "passkeys": f"{found}/{CASES}",
             }
         )
     return rows
 
 
-def _cache(model: Any, tokens: int, kind: Any) -> PagedCache:
-    blocks = -(-tokens // BLOCK_SIZE)
-    return PagedCache(
+@torch.inference_mode()
+def _greedy(
+    model: Any, prompts: list[list[int]], new_tokens: int, kind: Any, forced: list[list[int]] | None = None
+) -> tuple[list[list[int]], Tensor, int]:
+    """Decode rows together, past their ends of sequence; ``forced`` tokens are forwarded in place of the likeliest.
+
+    Returns:
+        the likeliest tokens [R][new_tokens], their logits [R, new_tokens, V], and the bytes of K/V in the end.
+    """
+    blocks = sum(-(-(len(prompt) + new_tokens) // BLOCK_SIZE) for prompt in prompts)
+    cache = PagedCache(
         model.config,
         num_blocks=blocks,
         block_size=BLOCK_SIZE,
@@ -75,42 +87,19 @@ def _cache(model: Any, tokens: int, kind: Any) -> PagedCache:
         prefix_cache=False,
     )
 
+    def forward(rows: list[int], tokens: list[list[int]]) -> Tensor:
+        with cache.begin(rows, tokens) as step:
+            inputs = {"attention_mask": step.attention_mask, "position_ids": step.position_ids, CACHE_KEY: cache}
+            output = model(torch.tensor(tokens, device=model.device), use_cache=True, logits_to_keep=1, **inputs)
+        return output.logits[:, -1].float()
 
-def _greedy(model: Any, ids: list[int], new_tokens: int, kind: Any) -> tuple[list[int], int]:
-    """The new tokens, and the bytes of K/V after the last of them."""
-    cache = _cache(model, len(ids) + new_tokens, kind)
-    prompt = torch.tensor([ids], device=model.device)
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        repetition_penalty=1.0,
-        top_k=None,
-        top_p=None,
-        temperature=None,
-        **{CACHE_KEY: cache},
-    )
-    return output[0, len(ids) :].tolist(), cache.stats()["kv_bytes"]
-
-
-@torch.inference_mode()
-def _forced(model: Any, ids: list[int], tokens: list[int], kind: Any) -> Tensor:
-    """Logits [len(tokens), V] of a prompt and of each of these tokens but the last, one forward each."""
-    cache = _cache(model, len(ids) + len(tokens), kind)
-    [row] = cache.open([ids])
-    logits = []
-    for new in (ids, *([token] for token in tokens[:-1])):
-        with cache.begin([row], [new]) as step:
-            output = model(
-                torch.tensor([new], device=model.device),
-                attention_mask=step.attention_mask,
-                position_ids=step.position_ids,
-                use_cache=True,
-                **{CACHE_KEY: cache},
-            )
-        logits.append(output.logits[0, -1].float())
-    return torch.stack(logits)
+    rows = cache.open(prompts)
+    logits = [torch.cat([forward([row], [prompt]) for row, prompt in zip(rows, prompts, strict=True)])]
+    for place in range(new_tokens - 1):
+        likeliest = logits[-1].argmax(1).tolist() if forced is None else [tokens[place] for tokens in forced]
+        logits.append(forward(rows, [[token] for token in likeliest]))
+    stacked = torch.stack(logits, dim=1)
+    return stacked.argmax(2).tolist(), stacked, cache.stats()["kv_bytes"]
 
 
 def _passkey(tokenizer: Any, case: int) -> tuple[list[int], str]:

@@ -118,7 +118,6 @@ class PagedCache(GatheredCache):
         Raises:
             OutOfBlocks: there is no room for all of it; nothing was taken.
             InputError: a row or a number of tokens is wrong, or the last step has not ended.
-            Refused: a direct step over quantized blocks.
         """
         self._check_idle("begin")
         counts = [len(ids) for ids in tokens]
@@ -141,8 +140,6 @@ class PagedCache(GatheredCache):
                 f"a step of {query_length} tokens after {[row.length for row in chosen]}: this model's forward of several "
                 "tokens forgets its recurrent state; forward one token a step (max_query tells)"
             )
-        if direct and self._quantization is not None:
-            raise Refused(f"attention cannot read {self._quantization} blocks itself; begin a step that is not direct")
         if attention_mask is not None:
             self._check_mask(attention_mask, [row.length for row in chosen], query_length)
         step = self._step = Step(self, chosen, [list(ids) for ids in tokens], direct=direct)
@@ -263,12 +260,12 @@ class PagedCache(GatheredCache):
             OutOfBlocks: there is no room for it; nothing changed.
         """
         self._check_idle("load")
-        if isinstance(blob, bytes):
-            return transfer.restore(self, blob, "the blob")
+        origin = "the blob" if isinstance(blob, bytes) else str(blob)
         try:
-            return transfer.restore(self, Path(blob).read_bytes(), str(blob))
+            content = blob if isinstance(blob, bytes) else Path(blob).read_bytes()
         except OSError as error:
-            raise InputError(f"{blob} cannot be read: {error.strerror}; give the path or the bytes of an export") from error
+            raise InputError(f"{origin} cannot be read ({error.strerror}); give the path of an export") from error
+        return transfer.restore(self, content, origin)
 
     def can_admit(self, prompt: Prompt | Sequence[int], max_new: int) -> bool:
         """Whether a prompt and ``max_new`` more tokens fit beside what is there, if nothing else grows."""

@@ -12,6 +12,7 @@ import json
 import reprlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from safetensors.torch import load as parse
 from safetensors.torch import save
 from torch import Tensor
 
-from decodekit import __version__
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.blocks import BlockTable
 from decodekit.cache.gather import Group
@@ -92,7 +92,7 @@ def dump(cache: PagedCache, number: int) -> bytes:
     metadata = {
         "format": _FORMAT,
         "version": str(_VERSION),
-        "decodekit": __version__,
+        "decodekit": version("decodekit"),
         "model": json.dumps(_describe(cache), sort_keys=True),
         "keys": json.dumps(_encode((row.prompt.salt, row.prompt.extra, tuple(map(tuple, row.prompt.media))))),
     }
@@ -137,13 +137,15 @@ def _read(cache: PagedCache, blob: bytes, origin: str) -> _Sequence:
         tensors = parse(blob)
         metadata = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise InputError(f"{origin} is no exported sequence, or a damaged one: it is not safetensors ({error})") from error
+        raise InputError(
+            f"{origin} is no exported sequence, or a damaged one: it is not safetensors ({error})"
+        ) from error
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{origin} is a safetensors file, but no exported sequence; PagedCache.export makes one")
-    if (version := metadata.get("version")) != str(_VERSION):
+    if (found := metadata.get("version")) != str(_VERSION):
         raise InputError(
-            f"{origin} has version {version!r} of the format, written by decodekit {metadata.get('decodekit')}; "
-            f"decodekit {__version__} reads version {_VERSION}: export and load with the same decodekit"
+            f"{origin} has version {found!r} of the format, written by decodekit {metadata.get('decodekit')}; "
+            f"decodekit {version('decodekit')} reads version {_VERSION}: export and load with the same decodekit"
         )
     if metadata.pop("checksum", None) != _checksum(tensors, metadata):
         raise InputError(f"{origin} is damaged: its checksum is not that of its content; export or copy it again")
@@ -152,8 +154,8 @@ def _read(cache: PagedCache, blob: bytes, origin: str) -> _Sequence:
         # A field that only one side knows came or went with a version of transformers.
         different = [name for name in sorted(theirs.keys() & mine.keys()) if theirs[name] != mine[name]]
         salt, extra, media = _decode(json.loads(metadata["keys"]))
-        prompt = Prompt(tensors.pop("prompt").tolist(), salt, extra, media)
-        sequence = _Sequence(prompt, tensors.pop("tokens").tolist(), {}, {})
+        prompt = Prompt(_ids(tensors.pop("prompt")), salt, extra, media)
+        sequence = _Sequence(prompt, _ids(tensors.pop("tokens")), {}, {})
         while tensors:
             name = next(iter(tensors))
             _, layer, kind, *place = name.split(".")
@@ -177,7 +179,9 @@ def _check(cache: PagedCache, sequence: _Sequence, origin: str) -> None:
     length = len(sequence.tokens)
     expected = set(cache._group_of) if length else set()
     if sequence.kv.keys() != expected:
-        raise InputError(f"{origin} has K/V of layers {sorted(sequence.kv)}; this cache keeps those of {sorted(expected)}")
+        raise InputError(
+            f"{origin} has K/V of layers {sorted(sequence.kv)}; this cache keeps those of {sorted(expected)}"
+        )
     for layer, parts in sequence.kv.items():
         group, store = cache.groups[cache._group_of[layer]], cache._stores.get(layer)
         tokens = length - group.first_needed(length)
@@ -258,12 +262,12 @@ def _describe(cache: PagedCache) -> dict[str, Any]:
 
 
 def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """BLAKE2b of names, dtypes, shapes, the rest of the header, and every byte."""
+    """SHA-256 of names, dtypes, shapes, the rest of the header, and every byte."""
     named = sorted(tensors.items())
     described = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in named]
-    digest = hashlib.blake2b(json.dumps([sorted(metadata.items()), described]).encode(), digest_size=32)
+    digest = hashlib.sha256(json.dumps([sorted(metadata.items()), described]).encode())
     for _, tensor in named:
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -285,6 +289,13 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(part) for part in value)
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
+
+
+def _ids(tensor: Tensor) -> list[int]:
+    if tensor.dim() != 1 or tensor.dtype != torch.long:
+        raise ValueError(f"tokens are {list(tensor.shape)} of {tensor.dtype}")
+    ids: list[int] = tensor.tolist()
+    return ids
 
 
 def _kv_names(layer: int) -> Sequence[str]:

@@ -137,6 +137,11 @@ def test_a_recipe_can_quantize_keys_and_values(dense, forwards) -> None:
     assert len(generated(quantization="int4", budget="25KiB")) == 30
     with pytest.raises(InputError, match=r"raise it to 24\.75 KiB"):
         generated(quantization="int4", budget="20KiB")
+    decoder = decodekit.load({"cache": {"kind": "paged", "quantization": "int4"}})
+    samples = dense.generate(
+        prompt, max_new_tokens=4, do_sample=True, num_return_sequences=3, custom_generate=decoder
+    )  # blocks that attention cannot read in place
+    assert samples.shape == (3, 34)
 
 
 def test_a_paged_cache_that_was_asked_for_and_cannot_be_had_is_refused(dense) -> None:
