@@ -20,10 +20,16 @@ class Slots:
         columns: [R, T] int64, the last ``query_length`` of them new; on the host.
         query_length: new tokens a row, pads included.
         counts: [R] new tokens a row, without pads.
+
+    Attributes:
+        run: first and last slot but one, where all slots of an only row follow each other: they can be read in place.
     """
 
     def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int]) -> None:
         self._columns, self._query_length, self._counts = columns, query_length, counts
+        first = int(columns[0, 0])
+        alone = len(columns) == 1 and bool((columns[0] == torch.arange(first, first + columns.shape[1])).all())
+        self.run = (first, first + columns.shape[1]) if alone else None
         self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -117,8 +117,11 @@ class GatheredCache(Cache):
         step.written.add(layer_idx)
         if step.direct:
             return key_states, value_states
-        keys, values = (states.transpose(1, 2) for states in store.read(read))
-        if key_states.requires_grad and torch.is_grad_enabled():
+        graph = key_states.requires_grad and torch.is_grad_enabled()
+        run = step.slots[number].run
+        found = store.run(*run) if run and not graph and isinstance(store, FullStore) else store.read(read)
+        keys, values = (states.transpose(1, 2) for states in found)
+        if graph:
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values
 

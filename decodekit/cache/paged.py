@@ -246,8 +246,9 @@ class PagedCache(GatheredCache):
     def load(self, blob: bytes | Path | str) -> int:
         """Append a sequence that :meth:`export` wrote; it goes on as it would have there, and later prompts hit its blocks.
 
-        A checksum tells damage, not malice: the blocks are hit by all prompts of its salt, so load only what you trust. That
-        the models' weights are the same is not checked either. An empty cache puts all on its ``device``.
+        A checksum tells damage, not malice: the blocks are hit by all prompts of its salt, so load only what you trust. Not
+        checked either: that weights are the same, and that both sides' transformers compute alike (for Mamba 2 with several
+        groups, 5.17 and 5.24 do not). An empty cache puts all on its ``device``.
 
         Args:
             blob: the file, or its path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -45,7 +46,7 @@ class KVStore(Protocol):
 
 
 class FullStore:
-    """K/V as they are: a tensor for the keys and one for the values, in full precision.
+    """K/V as they are, in full precision.
 
     All slots of a head lie together, so that what is gathered has the layout that attention reads fastest.
 
@@ -61,40 +62,50 @@ class FullStore:
         self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None
     ) -> None:
         self._block_size, self._dtype = block_size, keys.dtype
-        self._keys, self._values = (
-            torch.empty(
-                (new.shape[1], num_blocks * block_size, new.shape[2]), dtype=dtype or new.dtype, device=new.device
-            )
-            for new in (keys, values)
-        )
+        self._heads = keys.shape[1]
+        # Of one width they lie in one tensor, and every read and write is one operation instead of two.
+        joined = keys.shape[2] == values.shape[2]
+        shapes = [(self._heads + values.shape[1], keys.shape[2])] if joined else [keys.shape[1:], values.shape[1:]]
+        self._stored = [
+            torch.empty((heads, num_blocks * block_size, width), dtype=dtype or keys.dtype, device=keys.device)
+            for heads, width in shapes
+        ]
 
     @property
     def keys(self) -> Tensor:
         """[slots, H, D], a view that is contiguous in its last dimension."""
-        return self._keys.transpose(0, 1)
+        return self._stored[0][: self._heads].transpose(0, 1)
 
     @property
     def values(self) -> Tensor:
         """[slots, H, Dv], a view that is contiguous in its last dimension."""
-        return self._values.transpose(0, 1)
+        last = self._stored[-1]
+        return (last[self._heads :] if len(self._stored) == 1 else last).transpose(0, 1)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See :class:`KVStore`."""
-        for stored, new in ((self._keys, keys), (self._values, values)):
-            stored.index_copy_(1, slots, new.transpose(0, 1).to(stored.dtype))
+        new = [torch.cat([keys, values], dim=1)] if len(self._stored) == 1 else [keys, values]
+        for stored, part in zip(self._stored, new, strict=True):
+            stored.index_copy_(1, slots, part.transpose(0, 1).to(stored.dtype))
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`KVStore`."""
         flat = slots.flatten()
-        keys, values = (
-            stored.index_select(1, flat).unflatten(1, slots.shape).permute(1, 2, 0, 3).to(self._dtype)
-            for stored in (self._keys, self._values)
-        )
+        return self._split([stored.index_select(1, flat).unflatten(1, slots.shape) for stored in self._stored])
+
+    def run(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The slots from ``start`` up to ``stop`` of one row, [1, T, ...] as :meth:`read`, without a copy: not to be edited."""
+        return self._split([stored[:, start:stop].unsqueeze(1) for stored in self._stored])
+
+    def _split(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """[H + H, R, T, D], or keys and values apart, as keys and values [R, T, H, D]."""
+        both = parts[0].split([self._heads, parts[0].shape[0] - self._heads]) if len(parts) == 1 else parts
+        keys, values = (part.permute(1, 2, 0, 3).to(self._dtype) for part in both)
         return keys, values
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See :class:`KVStore`."""
-        for stored in (self._keys, self._values):
+        for stored in self._stored:
             blocks = stored.unflatten(1, (-1, self._block_size))
             blocks[:, target] = blocks[:, source]
 
@@ -107,9 +118,9 @@ class FullStore:
     @property
     def device(self) -> torch.device:
         """See :class:`KVStore`."""
-        return self._keys.device
+        return self._stored[0].device
 
     @property
     def nbytes(self) -> int:
         """See :class:`KVStore`."""
-        return self._keys.nbytes + self._values.nbytes
+        return sum(stored.nbytes for stored in self._stored)

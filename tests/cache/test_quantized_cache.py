@@ -24,7 +24,7 @@ class Rounded(FullStore):
 
     def seal(self, blocks):
         for block in blocks.tolist():
-            for stored, dim in ((self._keys, 1), (self._values, 2)):  # [H, slots, D]
+            for stored, dim in ((self.keys.transpose(0, 1), 1), (self.values.transpose(0, 1), 2)):  # [H, slots, D]
                 part = stored[:, block * SIZE : (block + 1) * SIZE]
                 part.copy_(dequantize(*quantize(part, dim, self._kind), self._kind, part.shape[2], part.dtype))
 
