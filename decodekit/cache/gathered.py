@@ -108,9 +108,9 @@ class GatheredCache(Cache):
                 f"the model was given {batch} rows of {query_length} tokens; the step has {len(step.rows)} rows of "
                 f"{step.query_length}"
             )
-        keys, values = (states.detach().transpose(1, 2) for states in (key_states, value_states))
         write, read, chosen = step.slots[number].on(key_states.device)
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        keys = key_states.detach().transpose(1, 2).flatten(0, 1)
+        values = value_states.detach().transpose(1, 2).flatten(0, 1)
         if (store := self._stores.get(layer_idx)) is None:
             store = self._stores[layer_idx] = self._new_store(number, keys, values)
         store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
@@ -120,7 +120,7 @@ class GatheredCache(Cache):
         graph = key_states.requires_grad and torch.is_grad_enabled()
         run = step.slots[number].run
         found = store.run(*run) if run and not graph and isinstance(store, FullStore) else store.read(read)
-        keys, values = (states.transpose(1, 2) for states in found)
+        keys, values = found[0].transpose(1, 2), found[1].transpose(1, 2)
         if graph:
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values

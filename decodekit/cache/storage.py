@@ -99,9 +99,8 @@ class FullStore:
 
     def _split(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """[H + H, R, T, D], or keys and values apart, as keys and values [R, T, H, D]."""
-        both = parts[0].split([self._heads, parts[0].shape[0] - self._heads]) if len(parts) == 1 else parts
-        keys, values = (part.permute(1, 2, 0, 3).to(self._dtype) for part in both)
-        return keys, values
+        keys, values = (parts[0][: self._heads], parts[0][self._heads :]) if len(parts) == 1 else parts
+        return keys.permute(1, 2, 0, 3).to(self._dtype), values.permute(1, 2, 0, 3).to(self._dtype)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See :class:`KVStore`."""

@@ -36,6 +36,8 @@ def paged_cache(
         return given
     if not isinstance(spec, PagedSpec):
         return None
+    if "cache" not in recipe.model_fields_set and sum(len(rows) for rows in prompts.values()) == 1:
+        return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:
         try:

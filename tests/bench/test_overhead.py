@@ -8,7 +8,12 @@ from decodekit.core.errors import InputError
 
 def test_overhead_compares_the_same_tokens(dense, tokenizer) -> None:
     rows = load_suite("overhead")(dense, tokenizer, list(DEFAULT), lambda status: None)
-    assert [row["batch"] for row in rows] == [1, 8]
+    assert [(row["batch"], row["cache"]) for row in rows] == [
+        (1, "dynamic"),
+        (1, "paged"),
+        (8, "dynamic"),
+        (8, "paged"),
+    ]
     for row in rows:
         assert row["identical_tokens"]
         assert row["ratio_q1"] <= row["ratio"] <= row["ratio_q3"]
