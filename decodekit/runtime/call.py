@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import LogitsProcessor
 
 from decodekit.core import compat
 from decodekit.core.errors import InputError, PluginError, Refused, nearest
 from decodekit.core.protocols import TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
-from decodekit.core.types import Branch, Request, Rows
+from decodekit.core.types import Branch, Request
 from decodekit.recipe import Recipe
 from decodekit.runtime.caches import paged_cache
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.loop import Limits, Loop, SequenceState
 from decodekit.runtime.pipeline import Pipeline, Step
+from decodekit.runtime.processors import CallersStep, option_steps
 from decodekit.runtime.session import DynamicSession, PagedSession, Session
-from decodekit.runtime.settings import Settings, merge_rules, processor_options, resolve
+from decodekit.runtime.settings import Settings, merge_rules, resolve
 from decodekit.runtime.text import TextTracker, encoder
 
 INPUTS = ("text", "context", "negative_prompt", "seed")
@@ -74,57 +74,6 @@ class Call:
     sequences: list[SequenceState]
     loop: Loop
     seed: int
-
-
-class CallersStep:
-    """One of the caller's logits processors as a step of the chain.
-
-    Args:
-        processor: sees the whole padded batch, as in ``generate``: it may keep something for each row.
-
-    Attributes:
-        loop: where the padded ids are; ``None`` when positions are scored that are not the rows' last.
-    """
-
-    def __init__(self, processor: LogitsProcessor) -> None:
-        self._processor = processor
-        self.loop: Loop | None = None
-
-    def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
-        """[P, V] to [P, V]."""
-        if self.loop is None:
-            return row_by_row([self._processor] * len(rows), rows, logits)
-        ids = self.loop.input_ids
-        if len(rows) == ids.shape[0]:
-            return self._processor(ids, logits.clone())
-        whole = logits.new_zeros(ids.shape[0], logits.shape[-1])
-        index = torch.tensor(rows.requests, device=ids.device)
-        whole[index] = logits
-        return self._processor(ids, whole)[index]
-
-
-class OptionStep:
-    """The logits processor that transformers makes of an option, as a step of the chain: one a row, which never sees pads.
-
-    Args:
-        processors: [R] one a row, or the same for all rows where these are of one length.
-    """
-
-    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
-        self._processors = processors
-
-    def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
-        """[P, V] to [P, V]."""
-        lengths = rows.lengths.tolist()
-        if len(set(lengths)) == 1 and all(own is self._processors[0] for own in self._processors):
-            return self._processors[0](rows.tokens[:, : lengths[0]], logits.clone())
-        return row_by_row([self._processors[row] for row in rows.requests], rows, logits)
-
-
-def row_by_row(processors: Sequence[LogitsProcessor], rows: Rows, logits: Tensor) -> Tensor:
-    """[P, V] to [P, V]: each position through its own processor, alone and without pads."""
-    parts = zip(processors, rows.tokens, rows.lengths.tolist(), logits, strict=True)
-    return torch.cat([own(ids[:n].unsqueeze(0), row.unsqueeze(0).clone()) for own, ids, n, row in parts])
 
 
 def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given) -> Call:
@@ -393,7 +342,7 @@ def _steps(
 ) -> list[tuple[str, Step]]:
     """The chain: the caller's processors, those of options, rules, warpers, and what must come last."""
     callers = compat.callers_processors(model, prepared)
-    made = _option_steps(
+    made = option_steps(
         model, prepared, settings, sequences, {type(own) for own in callers}, rules=recipe.rules is not None
     )
     rules = []
@@ -403,33 +352,3 @@ def _steps(
     steps: list[tuple[str, Step]] = [(type(own).__name__, CallersStep(own)) for own in callers]
     processors, warpers, last = made
     return [*steps, *processors, *((rule.kind, rule) for rule in rules), *warpers, *last]
-
-
-def _option_steps(
-    model: Any,
-    prepared: compat.Prepared,
-    settings: Settings,
-    sequences: Sequence[SequenceState],
-    instead: set[type],
-    *,
-    rules: bool,
-) -> tuple[list[tuple[str, Step]], ...]:
-    """What transformers makes of the options, for each row as if it were alone: processors, warpers, and what comes last."""
-    lengths = {len(sequence.request.prompt_ids) for sequence in sequences}
-    # Some look at the prompt itself; the others need no copy for every row where all rows are of one length.
-    looks = any(getattr(settings.config, f"encoder_{name}", None) for name in ("no_repeat_ngram_size",))
-    looks |= (settings.config.encoder_repetition_penalty or 1.0) != 1.0
-    shared = len(lengths) == 1 and not looks
-    built = []
-    for sequence in sequences[:1] if shared else sequences:
-        prompt = sequence.request.prompt_ids or (settings.pad,)
-        ids = torch.tensor([prompt], device=prepared.input_ids.device)
-        room = max(1, sequence.limits.max_new_tokens)
-        options = processor_options(settings, rules=rules, room=room, prompt_tokens=len(prompt))
-        built.append(compat.make_processors(model, options, ids, instead=instead))
-
-    def steps(part: int) -> list[tuple[str, Step]]:
-        columns = zip(*(own[part] for own in (built * len(sequences) if shared else built)), strict=True)
-        return [(type(column[0]).__name__, OptionStep(column)) for column in columns]
-
-    return steps(0), steps(1), steps(2)
