@@ -209,7 +209,9 @@ class Rows:
     def counts(self, vocab_size: int, scope: Scope) -> Tensor:
         """[P, V] float32: how often each token stands in the scope of each position."""
         counts = torch.zeros(len(self), vocab_size, device=self.tokens.device)
-        return counts.scatter_add_(1, self.tokens, self.within(scope).to(counts.dtype))
+        # A prompt may hold ids that the logits do not reach (a tokenizer larger than the head): they are nobody's count.
+        counted = self.within(scope) & (self.tokens < vocab_size)
+        return counts.scatter_add_(1, self.tokens.clamp(max=vocab_size - 1), counted.to(counts.dtype))
 
     def tail(self, count: int) -> Tensor:
         """[P, count] int64: the last tokens of each history; -1, which equals no token, where it is shorter."""

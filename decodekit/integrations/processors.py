@@ -28,10 +28,14 @@ def as_logits_processor(rule: Rule, tokenizer: Any, *, seed: int | None = None) 
 
     Raises:
         Refused: the rule keeps state, which beams would mix up here; use a Decoder.
-        InputError: not a rule.
+        InputError: not a rule, or no tokenizer.
     """
     if not isinstance(rule, Rule):
         raise InputError(f"expected a decodekit rule, got {type(rule).__name__}")
+    if tokenizer is None:
+        raise InputError(
+            f"as_logits_processor({rule.kind!r}, ...) needs the model's tokenizer, to tell pads and the EOS id"
+        )
     if type(rule).init_state is not Rule.init_state:
         raise Refused(f"rule {rule.kind!r} keeps state for each row, which plain generate cannot carry; use a Decoder")
     return _RuleProcessor(rule.resolve(tokenizer), tokenizer, fresh_seed() if seed is None else seed)

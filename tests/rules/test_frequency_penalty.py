@@ -45,3 +45,8 @@ def test_columns_beyond_a_history_never_count() -> None:
 def test_refuses_penalties_out_of_range(penalty: float) -> None:
     with pytest.raises(ValidationError, match="than or equal to"):
         FrequencyPenalty(penalty=penalty)
+
+
+def test_ids_beyond_the_logits_are_nobodys_count():
+    rows = make_rows([[1, 9, 9, 3]], prompt_lengths=[0])
+    assert FrequencyPenalty(penalty=1.0)(rows, torch.zeros(1, 4)).tolist() == [[0.0, -1.0, 0.0, -1.0]]
