@@ -19,6 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation import (
+    GenerateBeamDecoderOnlyOutput,
     GenerateDecoderOnlyOutput,
     GenerationMixin,
     LogitsProcessor,
@@ -238,6 +239,18 @@ def expand(model: PreTrainedModel, prepared: Prepared, copies: int) -> None:
     )
 
 
+def keep_every(prepared: Prepared, stride: int) -> None:
+    """Keep one row of every ``stride``, which ``generate`` made of one prompt, in place."""
+    if stride == 1:
+        return
+    rows = prepared.input_ids.shape[0]
+    prepared.input_ids = prepared.input_ids[::stride]
+    prepared.model_kwargs = {
+        name: value[::stride] if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows else value
+        for name, value in prepared.model_kwargs.items()
+    }
+
+
 def set_special_tokens(config: GenerationConfig, device: torch.device) -> None:
     """Renew the tensors that transformers derives from the special ids, after these were changed."""
     for name in ("eos", "pad", "bos"):
@@ -370,7 +383,9 @@ def optimized(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def generate_output(
-    sequences: Tensor, records: Mapping[str, tuple[Any, ...] | None], cache: Any
-) -> GenerateDecoderOnlyOutput:
-    """The dictionary that ``return_dict_in_generate`` promises."""
-    return GenerateDecoderOnlyOutput(sequences=sequences, **records, **{CACHE_KEY: cache})
+    sequences: Tensor, records: Mapping[str, tuple[Any, ...] | None], cache: Any, ranked: Tensor | None = None
+) -> GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
+    """The dictionary that ``return_dict_in_generate`` promises; ``ranked`` [R] is what outputs were ranked by, if anything."""
+    if ranked is None:
+        return GenerateDecoderOnlyOutput(sequences=sequences, **records, **{CACHE_KEY: cache})
+    return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=ranked, **records, **{CACHE_KEY: cache})

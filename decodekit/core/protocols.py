@@ -7,12 +7,14 @@ State that changes while decoding lives beside the plugin and is forked with its
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 from torch import Tensor
 
+from decodekit.core.candidates import Candidate, Deciding
+from decodekit.core.search import Advance, Group
 from decodekit.core.types import Branch, Need, Outputs, Request, Rows
 
 
@@ -103,24 +105,63 @@ class TokenStrategy(Plugin):
         """[P, V] scores; stateless and for any positions, so that drafts can be verified and graphs captured."""
 
 
+def plain_decoding() -> TokenStrategy:
+    """The token-level strategy where none is named."""
+    from decodekit.core import registry  # it needs the classes of this module
+
+    return cast(TokenStrategy, registry.create("strategies", f"{registry.OWN_DISTRIBUTION}:sample"))
+
+
 class SearchStrategy(Plugin):
     """Keeps a group of hypotheses of one prompt: beams, contrastive search.
 
-    ``step`` sees the group after each forward and says which rows live on and with which token.
+    ``step`` sees the group after each forward and says which hypotheses live on and with which token. A subclass says how
+    many live at most (``width``) and which token-level strategy scores them (``inner``).
+
+    Attributes:
+        reads_prompt: ``step`` reads hidden states over the whole prompt, so that none of it may come from a prefix cache.
     """
 
+    reads_prompt: ClassVar[bool] = False
+
+    inner: TokenStrategy = Field(default_factory=plain_decoding, description="scores the next token of a hypothesis")
+
+    @property
     @abstractmethod
-    def step(self, group: Any) -> tuple[Sequence[int], Sequence[int]]:
-        """The parents [R'] (rows of the group, in any order, with repeats) and the token [R'] that each is fed."""
+    def width(self) -> int:
+        """Most hypotheses that live at once."""
+
+    def hidden_layers(self, config: Any) -> tuple[int, ...]:
+        """The hidden layers that ``step`` reads, as :meth:`TokenStrategy.hidden_layers`."""
+        return ()
+
+    @abstractmethod
+    def step(self, group: Group) -> Advance:
+        """Which hypotheses live on, and what each is fed; none ends the search."""
 
 
 class SequenceStrategy(Plugin):
-    """Decides between whole outputs: self-consistency, best-of-N, minimum Bayes risk."""
+    """Decides between whole outputs of the inner strategy: self-consistency, best-of-N, minimum Bayes risk.
+
+    Attributes:
+        confidence_top_k: how many of the most likely tokens a candidate's confidences are means of; 0 for none.
+    """
+
+    confidence_top_k: ClassVar[int] = 0
+
+    inner: TokenStrategy = Field(default_factory=plain_decoding, description="decodes each candidate")
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Most candidates of a prompt."""
 
     @abstractmethod
-    def decide(self, request: Request) -> Generator[Any, Any, Any]:
-        """Yields what is to be started, cancelled or waited for; is resumed with progress and finished outputs; returns
-        the decision.
+    def decide(self, request: Request) -> Deciding:
+        """Start candidates, watch them, choose; see ``decodekit.core.candidates`` for what is yielded and sent.
+
+        Raises:
+            RowError: nothing can be chosen for this prompt.
         """
 
 
@@ -146,8 +187,8 @@ class Scorer(Plugin):
     """Rates the candidates of one prompt; higher is better."""
 
     @abstractmethod
-    def score(self, prompt: str, candidates: Sequence[str]) -> Sequence[float]:
-        """[N] scores."""
+    def score(self, prompt: str, candidates: Sequence[Candidate]) -> Sequence[float]:
+        """[N] scores; ``prompt`` is the text as it was given."""
 
 
 class Utility(Plugin):

@@ -21,6 +21,9 @@ _MASK = 0xFFFFFFFF
 TOKEN_LANE = 0
 """The lane that picks the token; rules draw from lanes of their own."""
 
+SEARCH_LANE = 1 << 16
+"""The first lane of a search strategy, beyond those of any number of rules."""
+
 
 class Stream(NamedTuple):
     """What names the random stream of one row: its 64-bit seed, sample index and 32-bit prompt digest."""

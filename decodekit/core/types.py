@@ -121,6 +121,10 @@ class BranchOutputs:
         hidden = {layer: states[index] for layer, states in self._hidden.items()}
         return BranchOutputs(self.logits[index], hidden, self._readout)
 
+    def only(self, layers: Sequence[int]) -> BranchOutputs:
+        """The same positions with these hidden layers alone."""
+        return BranchOutputs(self.logits, {layer: self._hidden[layer] for layer in layers}, self._readout)
+
     @staticmethod
     def concatenate(parts: Sequence[BranchOutputs]) -> BranchOutputs:
         """The positions of several outputs of one model, in order."""

@@ -18,6 +18,7 @@ from decodekit.core.protocols import (
     SearchStrategy,
     SequenceStrategy,
     TokenStrategy,
+    plain_decoding,
 )
 from decodekit.core.units import parse_bytes
 from decodekit.recipe.generation import Generation
@@ -63,10 +64,6 @@ def _strategy(spec: Any, _: Any) -> Any:
     return registry.build("strategies", spec)
 
 
-def _default_strategy() -> Any:
-    return registry.create("strategies", f"{registry.OWN_DISTRIBUTION}:sample")
-
-
 def _cache(spec: Any) -> Any:
     spec = {"kind": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping):
@@ -97,7 +94,7 @@ class Recipe(BaseModel):
     }
 
     strategy: Annotated[Strategy, WrapValidator(_strategy)] = Field(
-        default_factory=_default_strategy,
+        default_factory=plain_decoding,
         description="scores tokens, keeps hypotheses, or decides between outputs; sample when left out",
     )
     rules: Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)] | None = Field(

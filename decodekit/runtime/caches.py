@@ -23,20 +23,34 @@ def paged_cache(
     recipe: Recipe,
     settings: Settings,
     prompts: Mapping[str, Sequence[Sequence[int]]],
+    forks: int = 0,
 ) -> PagedCache | None:
     """A paged cache for these branches of one model; ``None`` where transformers' own is to be used.
 
+    Args:
+        model: the model.
+        prepared: what the call brings.
+        recipe: what it asks for.
+        settings: what holds for the call.
+        prompts: a branch, its prompt of every row.
+        forks: most rows that a prompt forks into; 0 where it stays one row.
+
     Raises:
-        Refused: the recipe asks for a paged cache and this call cannot have one.
+        Refused: the recipe asks for a paged cache, or needs one, and this call cannot have one.
         InputError: the budget does not hold the call.
     """
     spec = recipe.cache
     given = prepared.model_kwargs.get(compat.CACHE_KEY)
     if isinstance(given, PagedCache) and "main" in prompts:
         return given
+    asked = "cache" in recipe.model_fields_set
     if not isinstance(spec, PagedSpec):
+        if forks:
+            raise Refused(
+                f"strategy {recipe.strategy.kind!r} forks its rows, which a dynamic cache cannot; leave cache out"
+            )
         return None
-    if "cache" not in recipe.model_fields_set and sum(len(rows) for rows in prompts.values()) == 1:
+    if not asked and not forks and sum(len(rows) for rows in prompts.values()) == 1:
         return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:
@@ -45,12 +59,16 @@ def paged_cache(
         except Refused as error:
             reason = str(error)
     if reason is not None:
-        if "cache" in recipe.model_fields_set:
+        if forks:
+            raise Refused(
+                f"strategy {recipe.strategy.kind!r} forks its rows in a paged cache, and that cannot be used: {reason}"
+            )
+        if asked:
             raise Refused(f"cache: {{kind: paged}} cannot be used here: {reason}; leave it out or say dynamic")
         return None
     return PagedCache(
         model.config,
-        num_blocks=_blocks(model, spec, settings, prompts),
+        num_blocks=_blocks(model, spec, settings, prompts, max(1, forks)),
         block_size=spec.block_size,
         device=model.device,
         quantization=spec.quantization,
@@ -78,11 +96,13 @@ def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str |
     return None
 
 
-def _blocks(model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]]) -> int:
+def _blocks(
+    model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]], forks: int
+) -> int:
     """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart."""
     size = spec.block_size
     different = {tuple(prompt) for rows in prompts.values() for prompt in rows}
-    rows = sum(len(rows) for rows in prompts.values())
+    rows = sum(len(rows) for rows in prompts.values()) * forks
     shared = sum(-(-len(prompt) // size) for prompt in different)
     # A row's own part: what it may still get, and the block that it shares with the others of its prompt until it grows.
     longest = max(settings.room(len(prompt)) for prompt in different)

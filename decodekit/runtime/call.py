@@ -9,22 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from decodekit.core import compat
-from decodekit.core.errors import InputError, PluginError, Refused, nearest
-from decodekit.core.protocols import TokenStrategy
+from decodekit.core.errors import InputError, Refused, nearest
+from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
-from decodekit.core.types import Branch, Request
+from decodekit.core.types import Need, Request
 from decodekit.recipe import Recipe
-from decodekit.runtime.caches import paged_cache
+from decodekit.runtime.branches import Plan, sessions_of, too_long
 from decodekit.runtime.guard import guarded
-from decodekit.runtime.loop import Limits, Loop, SequenceState
+from decodekit.runtime.loop import Loop
 from decodekit.runtime.pipeline import Pipeline, Step
 from decodekit.runtime.processors import CallersStep, option_steps
-from decodekit.runtime.session import DynamicSession, PagedSession, Session
+from decodekit.runtime.sequence import Limits, SequenceState
 from decodekit.runtime.settings import Settings, merge_rules, resolve
+from decodekit.runtime.tasks import PlainTask, Result, SearchTask, SequenceTask, Task
 from decodekit.runtime.text import TextTracker, encoder
 
 INPUTS = ("text", "context", "negative_prompt", "seed")
@@ -66,14 +64,21 @@ class Call:
 
     Attributes:
         prepared: the inputs, expanded to all rows.
+        tasks: one a row of the inputs.
+        outputs: of each task.
         seed: the seed of every row that has none of its own.
     """
 
     prepared: compat.Prepared
     settings: Settings
-    sequences: list[SequenceState]
+    tasks: Sequence[Task]
+    outputs: int
     loop: Loop
     seed: int
+
+    def results(self) -> list[Result]:
+        """The outputs of all tasks, in order."""
+        return [result for task in self.tasks for result in task.results(self.outputs)]
 
 
 def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given) -> Call:
@@ -85,53 +90,96 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     """
     started = time.perf_counter()
     compat.check_model(model)
-    strategy = _strategy(recipe)
-    with guarded(strategy, "resolve"):
-        strategy = strategy.resolve(given.tokenizer)
     settings = resolve(model, prepared, recipe, given.named)
+    plan = _plan(recipe, settings, given)
     prompts = _prompt_count(prepared)
-    _check_inputs(given, strategy, prompts)
-    if settings.copies > 1:
+    _check_inputs(given, plan, prompts)
+    outputs = 1
+    if plan.outputs:
+        outputs = _outputs(plan, settings)
+        compat.keep_every(prepared, prepared.input_ids.shape[0] // prompts)
+    elif settings.copies > 1:
         compat.expand(model, prepared, settings.copies)
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
-    if settings.stop_strings and given.tokenizer is None:
-        raise InputError(
-            f"stop_strings {list(settings.stop_strings)} need a tokenizer; give dk_tokenizer=tokenizer or "
-            "decoder.bind(tokenizer=...)"
-        )
-    sequences = _sequences(model, prepared, settings, given, prompts, seed, started)
-    sessions = _sessions(model, strategy, prepared, recipe, settings, sequences, given)
+    _check_tokenizer(settings, plan, given)
+    sequences = _sequences(model, prepared, settings, given, prompts, seed, started, plan)
+    sessions = sessions_of(model, plan, prepared, recipe, settings, sequences, given.models, scoring=given.scoring)
     steps = _steps(model, prepared, recipe, settings, given, sequences)
     pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=recipe.fallback, eos=settings.eos)
+    tasks = [_task(sequence, plan) for sequence in sequences]
     loop = Loop(
         sessions,
-        strategy,
+        plan,
         pipeline,
-        sequences,
+        tasks,
         input_ids=prepared.input_ids,
         pad=settings.pad,
         criteria=settings.criteria.own,
-        keep_logprobs=given.keep_logprobs,
+        keep_logprobs=given.keep_logprobs or plan.search is not None,
         keep_stages=given.keep_stages,
     )
     loop.started = started
-    if not given.scoring:
+    if not given.scoring and not plan.outputs:
         for _, step in steps:
             if isinstance(step, CallersStep):
                 step.loop = loop
-    return Call(prepared, settings, sequences, loop, seed)
+    return Call(prepared, settings, tasks, outputs, loop, seed)
 
 
-def _strategy(recipe: Recipe) -> TokenStrategy:
-    strategy = recipe.strategy
-    if not isinstance(strategy, TokenStrategy):
-        raise Refused(
-            f"strategy {strategy.kind!r} is a {type(strategy).__mro__[1].__name__}; this decodekit runs token-level strategies"
-        )
+def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
+    """The strategies of the recipe, ready for this call's options and tokenizer.
+
+    Raises:
+        Refused: the call asks for what the strategy cannot do.
+    """
     for part in ("constraint", "drafter"):
         if (plugin := getattr(recipe, part)) is not None:
             raise Refused(f"{part} {plugin.kind!r} cannot be honoured yet; leave {part} out of the recipe")
-    return strategy
+    whole: Any = recipe.strategy
+    inner = whole if isinstance(whole, TokenStrategy) else whole.inner
+    with guarded(inner, "resolve"):
+        inner = inner.resolve(given.tokenizer)
+    if whole is recipe.strategy and isinstance(whole, TokenStrategy):
+        return Plan(inner)
+    if given.scoring:
+        return Plan(inner)  # what is scored is the distribution that tokens are chosen from
+    beams = settings.config.num_beams or 1
+    if beams > 1 and "num_beams" in type(whole).model_fields:
+        whole = type(whole).model_validate({**dict(whole), "num_beams": beams})
+    with guarded(whole, "resolve"):
+        whole = whole.resolve(given.tokenizer)
+    return Plan(inner, search=whole) if isinstance(whole, SearchStrategy) else Plan(inner, sequence=whole)
+
+
+def _outputs(plan: Plan, settings: Settings) -> int:
+    """Outputs of each prompt."""
+    asked, most = settings.config.num_return_sequences or 1, plan.outputs
+    if asked > most:
+        raise Refused(
+            f"num_return_sequences={asked} was given, but strategy {plan.whole.kind!r} chooses between {most}"
+        )
+    if plan.search is not None and settings.criteria.own:
+        names = ", ".join(type(own).__name__ for own in settings.criteria.own)
+        raise Refused(
+            f"stopping_criteria {names} cannot be honoured by {plan.whole.kind!r}; use stop_strings or max_time"
+        )
+    return asked
+
+
+def _check_tokenizer(settings: Settings, plan: Plan, given: Given) -> None:
+    if given.tokenizer is not None:
+        return
+    how = "give dk_tokenizer=tokenizer or decoder.bind(tokenizer=...)"
+    if settings.stop_strings:
+        raise InputError(f"stop_strings {list(settings.stop_strings)} need a tokenizer; {how}")
+    if plan.sequence is not None and plan.sequence.needs & {Need.TEXT, Need.TOKENIZER}:
+        raise InputError(f"strategy {plan.whole.kind!r} reads texts, which need a tokenizer; {how}")
+
+
+def _task(sequence: SequenceState, plan: Plan) -> Task:
+    if plan.search is not None:
+        return SearchTask(sequence, plan.search)
+    return PlainTask(sequence) if plan.sequence is None else SequenceTask(sequence, plan.sequence)
 
 
 def _prompt_count(prepared: compat.Prepared) -> int:
@@ -140,13 +188,13 @@ def _prompt_count(prepared: compat.Prepared) -> int:
     return prepared.input_ids.shape[0] // max(call.num_beams or 1, call.num_return_sequences or 1)
 
 
-def _check_inputs(given: Given, strategy: TokenStrategy, prompts: int) -> None:
+def _check_inputs(given: Given, plan: Plan, prompts: int) -> None:
     if not given.inputs:
         return
     if len(given.inputs) != prompts or not all(isinstance(inputs, Mapping) for inputs in given.inputs):
         found = f"{len(given.inputs)} entries ({', '.join(sorted({type(inputs).__name__ for inputs in given.inputs}))})"
         raise InputError(f"dk_inputs is a list of one dict a prompt: expected {prompts}, got {found}")
-    known = {*INPUTS, *(str(need) for need in strategy.needs)}
+    known = {*INPUTS, *(str(need) for strategy in (plan.strategy, plan.whole) for need in strategy.needs)}
     for index, inputs in enumerate(given.inputs):
         if "constraint" in inputs:
             raise Refused(f"dk_inputs[{index}]: a constraint cannot be honoured yet; leave it out")
@@ -163,11 +211,13 @@ def _sequences(
     prompts: int,
     seed: int,
     started: float,
+    plan: Plan,
 ) -> list[SequenceState]:
     """The rows of the call; those that cannot be decoded have already failed, so that their neighbours can be."""
     config, context = settings.config, compat.context_length(model)
     eos, deadline = frozenset(settings.eos), started + config.max_time if config.max_time is not None else None
-    reads = given.tokenizer is not None and (given.want_text or bool(settings.stop_strings))
+    wanted = given.want_text or bool(settings.stop_strings) or plan.sequence is not None
+    reads = given.tokenizer is not None and wanted
     sequences = []
     for request in _requests(prepared, given, prompts, seed):
         length = len(request.prompt_ids)
@@ -183,13 +233,6 @@ def _sequences(
             sequence.fail(f"the prompt has {length} tokens, max_length {settings.max_length} leaves no room; raise it")
         sequences.append(sequence)
     return sequences
-
-
-def too_long(length: int, context: int | None) -> str | None:
-    """Why a prompt of this many tokens cannot be decoded; ``None`` when it can."""
-    if context is None or length < context:
-        return None
-    return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
 
 
 def _clamp_positions(prepared: compat.Prepared, row: int, context: int | None) -> None:
@@ -222,114 +265,6 @@ def _seed(inputs: Mapping[str, Any], default: int, prompt: int) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
         raise InputError(f"the seed of prompt {prompt} must be a whole number from 0 to 2**64 - 1, got {seed!r}")
     return seed
-
-
-def _branches(model: Any, strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Branch]:
-    """The branches of a row by name; none, and the row has failed, where it cannot have them."""
-    if sequence.error is not None:
-        return {}
-    try:
-        with guarded(strategy, "branches"):
-            own = strategy.branches(sequence.request)
-            if own[0].name != "main" or len({branch.name for branch in own}) != len(own):
-                raise PluginError(
-                    f"strategy {strategy.kind!r} has branches {[branch.name for branch in own]}; each needs a name of its "
-                    "own, and the first is called main"
-                )
-    except InputError as error:
-        sequence.fail(str(error))
-        return {}
-    for branch in own:
-        length = len(branch.prompt_ids)
-        why = "its prompt is empty" if not length else too_long(length, compat.context_length(model))
-        if why is not None:
-            sequence.fail(f"branch {branch.name!r} of {strategy.kind!r}: {why}")
-            return {}
-    return {branch.name: branch for branch in own}
-
-
-def _sessions(
-    model: Any,
-    strategy: TokenStrategy,
-    prepared: compat.Prepared,
-    recipe: Recipe,
-    settings: Settings,
-    sequences: Sequence[SequenceState],
-    given: Given,
-) -> list[Session]:
-    """A session a model; the main branch goes on from what ``generate`` prepared."""
-    layers = _hidden_layers(strategy, compat.text_config(model))
-    branches = [_branches(model, strategy, sequence) for sequence in sequences]
-    models = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
-    # A row that cannot be decoded still takes its place in a rectangular batch.
-    blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
-    prompts = {
-        name: [own[name].prompt_ids if name in own else instead for own, instead in zip(branches, blank, strict=True)]
-        for name in models
-    }
-    sessions: list[Session] = []
-    for model_name in sorted(set(models.values()), key="main".__ne__):
-        runner = model if model_name == "main" else given.models.get(model_name)
-        if runner is None:
-            raise InputError(
-                f"strategy {strategy.kind!r} needs a model called {model_name!r}; give "
-                f"decoder.bind(models={{{model_name!r}: model}})"
-            )
-        own_prompts = {name: prompts[name] for name, other in models.items() if other == model_name}
-        kept = layers if "main" in own_prompts else ()
-        cache = None if given.scoring else paged_cache(runner, prepared, recipe, settings, own_prompts)
-        if cache is not None:
-            sessions.append(PagedSession(runner, cache, own_prompts, layers=kept))
-            continue
-        inputs = {
-            name: _main_inputs(prepared, settings)
-            if name == "main" and rows == blank
-            else _branch_inputs(runner, rows, settings)
-            for name, rows in own_prompts.items()
-        }
-        sessions.append(DynamicSession(runner, inputs, layers=kept, pad=settings.pad))
-    return sessions
-
-
-def _hidden_layers(strategy: TokenStrategy, config: Any) -> tuple[int, ...]:
-    with guarded(strategy, "hidden_layers"):
-        layers = strategy.hidden_layers(config)
-        wrong = [layer for layer in layers if not 0 <= layer <= config.num_hidden_layers]
-        if wrong:
-            raise PluginError(
-                f"strategy {strategy.kind!r} asks for hidden layers {wrong}; this model has 0 to {config.num_hidden_layers}"
-            )
-    return layers
-
-
-def _main_inputs(prepared: compat.Prepared, settings: Settings) -> compat.Prepared:
-    """What ``generate`` prepared, with the options that won."""
-    main = dataclasses.replace(prepared, config=settings.config, model_kwargs={**prepared.model_kwargs})
-    main.model_kwargs["use_cache"] = settings.config.use_cache
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(settings.config, name):
-            main.model_kwargs[name] = True
-    return main
-
-
-def _branch_inputs(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> compat.Prepared:
-    ids, mask = left_pad(prompts, settings.pad, model.device)
-    return compat.prepare(
-        model,
-        ids,
-        mask,
-        max_new_tokens=settings.max_new_tokens,
-        pad_token_id=settings.pad,
-        use_cache=settings.config.use_cache,
-    )
-
-
-def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    """[R, T] ids and attention mask."""
-    width = max(map(len, prompts))
-    ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _steps(

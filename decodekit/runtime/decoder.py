@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,9 @@ from decodekit.core.errors import InputError, RowError
 from decodekit.core.types import Output
 from decodekit.recipe import Recipe
 from decodekit.runtime.call import Call, Given, assemble
-from decodekit.runtime.loop import SequenceState, StepRecord, spread
+from decodekit.runtime.loop import StepRecord, spread
 from decodekit.runtime.streams import Stream
+from decodekit.runtime.tasks import Result
 from decodekit.runtime.text import Prompt, split_inputs
 from decodekit.runtime.text_call import TextCall
 
@@ -93,8 +95,10 @@ class Decoder:
             for record in call.loop.run():
                 stream.put(record)
                 recorder.take(record)
-            _report_failures(call.sequences)
-            return recorder.result()
+            results = call.results()
+            stream.finish(call.tasks)
+            _report_failures(results)
+            return recorder.result(results)
         finally:
             stream.end()
 
@@ -181,21 +185,23 @@ class Recorder:
 
     def take(self, record: StepRecord) -> None:
         """One step."""
-        main, rows, pad = self._call.loop.sessions[0], len(self._call.sequences), self._call.settings.pad
+        main, rows, pad = self._call.loop.sessions[0], len(self._call.tasks), self._call.settings.pad
+        live = [sequence.row for sequence in record.sequences]
         if self._scores is not None:
-            self._scores.append(spread(record.picked.final, record.sequences, rows, pad))
+            self._scores.append(spread(record.picked.final, live, rows, pad))
         if self._logits is not None:
-            self._logits.append(spread(record.outputs["main"].logits, record.sequences, rows, pad))
+            self._logits.append(spread(record.outputs["main"].logits, live, rows, pad))
         if self._attentions is not None:
             self._attentions.append(main.raw.attentions)
         if self._hidden is not None:
             self._hidden.append(main.raw.hidden_states)
 
-    def result(self) -> Tensor | GenerateDecoderOnlyOutput:
+    def result(self, results: Sequence[Result]) -> Tensor | GenerateDecoderOnlyOutput:
         """[R, T + N] ids, or the dictionary."""
-        prompt, pad = self._call.prepared.input_ids, self._call.settings.pad
-        longest = max(len(sequence.tokens) for sequence in self._call.sequences)
-        rows = [sequence.tokens + [pad] * (longest - len(sequence.tokens)) for sequence in self._call.sequences]
+        pad = self._call.settings.pad
+        prompt = self._call.prepared.input_ids.repeat_interleave(self._call.outputs, dim=0)
+        longest = max(len(result.sequence.tokens) for result in results)
+        rows = [result.sequence.tokens + [pad] * (longest - len(result.sequence.tokens)) for result in results]
         new = torch.tensor(rows, dtype=prompt.dtype, device=prompt.device).reshape(len(rows), longest)
         ids = torch.cat([prompt, new], dim=-1)
         if not self._dict:
@@ -207,12 +213,16 @@ class Recorder:
             "hidden_states": self._hidden,
         }
         tuples = {name: None if values is None else tuple(values) for name, values in records.items()}
-        return compat.generate_output(ids, tuples, self._call.loop.sessions[0].cache)
+        cache = self._call.loop.sessions[0].cache
+        if all(result.score is None for result in results):
+            return compat.generate_output(ids, tuples, cache)
+        scores = [-math.inf if result.score is None else result.score for result in results]
+        return compat.generate_output(ids, tuples, cache, torch.tensor(scores, device=prompt.device))
 
 
-def _report_failures(sequences: Sequence[SequenceState]) -> None:
-    failed = [sequence for sequence in sequences if sequence.error is not None]
-    if failed and len(failed) == len(sequences):
+def _report_failures(results: Sequence[Result]) -> None:
+    failed = [result.sequence for result in results if result.sequence.error is not None]
+    if failed and len(failed) == len(results):
         raise RowError(f"prompt {failed[0].request.prompt}: {failed[0].error}")
     for sequence in failed:
         where = f"row {sequence.row} (prompt {sequence.request.prompt})"

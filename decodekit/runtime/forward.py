@@ -97,12 +97,15 @@ class RaggedForward:
         if hidden_states:
             self._always["output_hidden_states"] = True
 
-    def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, direct: bool = False) -> Any:
+    def __call__(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, last: int = 1, direct: bool = False
+    ) -> Any:
         """Forward the next tokens of these rows, [R] of any numbers; the outputs are right-aligned.
 
         Args:
             rows: places in the cache.
             tokens: [R] their next tokens.
+            last: how many of the last positions of each row to give logits of.
             direct: let attention read the blocks itself.
 
         Raises:
@@ -116,7 +119,7 @@ class RaggedForward:
                 # Rows of one length have no pads, and attention without a mask is faster.
                 "attention_mask": step.attention_mask if step.padded else None,
                 "position_ids": step.position_ids,
-                "logits_to_keep": 1,
+                "logits_to_keep": last,
             }
             given = {name: value for name, value in inputs.items() if name in self._accepted}
             if not direct:

@@ -1,12 +1,13 @@
 """The decoding loop: requests in, one token a live row and step, until every row has ended.
 
-A step is: forward every branch, score, rules and pick, commit. Rows end on their own; a row that fails ends alone.
+A step is: rearrange rows, forward every branch, score, rules and pick, commit. Rows begin, fork and end on their own; a row
+that fails ends alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,84 +16,19 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from decodekit.core import compat
 from decodekit.core.errors import PluginError, RowError
 from decodekit.core.protocols import Rule, TokenStrategy
-from decodekit.core.types import BranchOutputs, FinishReason, Outputs, Request, Rows
+from decodekit.core.random import SEARCH_LANE, uniform
+from decodekit.core.search import Group, Hypothesis
+from decodekit.core.types import BranchOutputs, Outputs, Request, Rows
+from decodekit.runtime.branches import Plan
 from decodekit.runtime.guard import guarded
+from decodekit.runtime.history import History
 from decodekit.runtime.pipeline import Picked, Pipeline, select
+from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import DynamicSession, Session
-from decodekit.runtime.text import TextTracker
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a row ends.
-
-    Attributes:
-        max_new_tokens: most tokens of output.
-        eos: ids that end the output; they are its last token.
-        deadline: ``time.perf_counter`` seconds after which no further token is started.
-        context: most tokens of prompt and output together.
-    """
-
-    max_new_tokens: int
-    eos: frozenset[int] = frozenset()
-    deadline: float | None = None
-    context: int | None = None
-
-
-@dataclass
-class SequenceState:
-    """A row in flight; it owns the cache of its request.
-
-    Attributes:
-        row: its place in the batch.
-        tokens: the output so far.
-        logprobs: a token, its log-probability (nats) under the final logits; only when the loop keeps them.
-        states: a rule, its state.
-        times: when each token was committed, ``time.perf_counter`` seconds.
-    """
-
-    request: Request
-    row: int
-    limits: Limits
-    tracker: TextTracker | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    states: list[Any] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-    def fail(self, why: str) -> None:
-        """End this row alone."""
-        self.finish_reason, self.error = "error", why
-
-    def commit(self, token: int, now: float) -> str:
-        """Take a token; returns the text that became certain and sets ``finish_reason`` when the row ends."""
-        self.tokens.append(token)
-        self.times.append(now)
-        limits = self.limits
-        ended: FinishReason | None = None
-        piece = ""
-        if token in limits.eos:
-            ended = "eos"
-        elif self.tracker is not None:
-            piece = self.tracker.push(token)
-            ended = "stop" if self.tracker.stopped else None
-        if ended is None:
-            length = len(self.request.prompt_ids) + len(self.tokens)
-            if len(self.tokens) >= limits.max_new_tokens or (limits.context is not None and length >= limits.context):
-                ended = "length"
-            elif limits.deadline is not None and now >= limits.deadline:
-                ended = "time"
-        if ended is not None:
-            self.finish(ended)
-        return piece
-
-    def finish(self, reason: FinishReason) -> None:
-        """End this row."""
-        self.finish_reason = reason
+from decodekit.runtime.tasks import PlainTask, SearchTask, SequenceTask, Task
 
 
 @dataclass
@@ -100,69 +36,32 @@ class StepRecord:
     """What one step decided, for whoever watches (streams, traces, returned scores).
 
     Attributes:
-        sequences: [P] the rows that were live.
-        tokens: [P] what each was given (meaningless for a row that failed).
+        tasks: [P] whose sequences these are.
+        sequences: [P] those that were live.
+        tokens: [P] what was picked at each.
+        taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
         pieces: [P] text that became certain.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
     """
 
+    tasks: Sequence[Task]
     sequences: Sequence[SequenceState]
     tokens: list[int]
+    taken: list[bool]
     pieces: list[str]
     outputs: Outputs
     picked: Picked
 
 
-class History:
-    """The tokens of every row without pads, left-aligned, as rules see them.
-
-    Args:
-        prompts: [R] prompts.
-        device: where rules run.
-    """
-
-    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
-        self._prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self._lengths = self._prompt_lengths.clone()
-        self._longest = max(len(prompt) for prompt in prompts)
-        self._tokens = torch.zeros(len(prompts), self._longest + 64, dtype=torch.long, device=device)
-        for row, prompt in enumerate(prompts):
-            self._tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device=device)
-
-    def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Add one token to each of ``rows`` [P]."""
-        if self._longest == self._tokens.shape[1]:
-            self._tokens = torch.cat([self._tokens, torch.zeros_like(self._tokens)], dim=1)
-        self._tokens[rows, self._lengths[rows]] = tokens
-        self._lengths[rows] += 1
-        self._longest += 1
-
-    def rows(self, sequences: Sequence[SequenceState], eos: tuple[int, ...]) -> Rows:
-        """What the rules are told about these sequences."""
-        tokens, lengths, prompts = self._tokens[:, : self._longest], self._lengths, self._prompt_lengths
-        if len(sequences) < len(tokens):
-            index = torch.tensor([sequence.row for sequence in sequences], device=tokens.device)
-            tokens, lengths, prompts = tokens[index], lengths[index], prompts[index]
-        return Rows(
-            tokens=tokens,
-            # A copy: the loop goes on counting in place, and a rule may keep what it was given.
-            lengths=lengths.clone(),
-            prompt_lengths=prompts,
-            requests=[sequence.request.id for sequence in sequences],
-            streams=[sequence.request.stream for sequence in sequences],
-            eos=eos,
-        )
-
-
 class Loop:
-    """Decodes the rows of one batch.
+    """Decodes the prompts of one call.
 
     Args:
         sessions: what runs the branches, one a model; the first has the ``main`` branch.
-        strategy: scores the positions.
+        plan: the strategies.
         pipeline: rules and pick.
-        sequences: [R] the rows; those that have already failed are only carried along.
+        tasks: [R] the prompts and their rows; those that have already failed are only carried along.
         input_ids: [R, T] the prompts as ``generate`` pads them, for those who want to see the rows so.
         pad: id that follows in rows that have ended.
         criteria: the caller's own stopping criteria.
@@ -173,9 +72,9 @@ class Loop:
     def __init__(
         self,
         sessions: Sequence[Session],
-        strategy: TokenStrategy,
+        plan: Plan,
         pipeline: Pipeline,
-        sequences: Sequence[SequenceState],
+        tasks: Sequence[Task],
         *,
         input_ids: Tensor,
         pad: int,
@@ -184,36 +83,48 @@ class Loop:
         keep_stages: bool = False,
     ) -> None:
         self.sessions = tuple(sessions)
-        self.sequences = sequences
+        self.tasks = tasks
         self.input_ids = input_ids
         self.started = time.perf_counter()
         self.prefilled: float | None = None
-        self._strategy, self._pipeline = strategy, pipeline
+        self.steps = 0
+        self._strategy, self._pipeline = plan.strategy, pipeline
         self._pad, self._criteria = pad, criteria
         self._keep_logprobs, self._keep_stages = keep_logprobs, keep_stages
+        self._keep_raw = plan.sequence is not None
+        self._confidence_top_k = plan.sequence.confidence_top_k if plan.sequence is not None else 0
+        config = compat.text_config(self.sessions[0].model)
+        # What a search reads beside it is none of the strategy's business.
+        self._layers = plan.strategy.hidden_layers(config) if plan.search is not None else None
         self._device = input_ids.device
-        # A row that cannot be decoded may have no prompt at all; it still takes its place in the batch.
-        self._history = History([sequence.request.prompt_ids or (pad,) for sequence in sequences], self._device)
+        self._history = History(self._device)
+        self._next_row = len(tasks)
+        # Rows that the sessions hold, and new rows with the row that each is to fork from before the next forward.
+        self._held: set[int] = set()
+        self._forks: dict[int, int] = {}
         self._stateful = [
             index
             for index, (_, step) in enumerate(pipeline.steps)
             if isinstance(step, Rule) and type(step).init_state is not Rule.init_state
         ]
-        for sequence in sequences:
-            sequence.states = [self._initial(step, sequence.request) for _, step in pipeline.steps]
+        for task in tasks:
+            root = task.root
+            root.states = [self._initial(step, root.request) for _, step in pipeline.steps]
+            if root.finish_reason is None:
+                self._history.add(root.row, root.request.prompt_ids)
 
     @property
-    def live(self) -> list[SequenceState]:
-        """Rows that have not ended."""
-        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+    def live(self) -> list[tuple[Task, SequenceState]]:
+        """Sequences that wait for a token, with their tasks."""
+        return [(task, sequence) for task in self.tasks for sequence in task.live]
 
     def run(self) -> Iterator[StepRecord]:
-        """Decode until every row has ended, a record a step."""
+        """Decode until every task is over, a record a step."""
         with ExitStack() as stack:
             for session in self.sessions:
                 stack.callback(session.close)
-            while self.live:
-                record = self._step()
+            while live := self.live:
+                record = self._step(live)
                 if self.prefilled is None:
                     self.prefilled = time.perf_counter()
                     for session in self.sessions:
@@ -221,38 +132,185 @@ class Loop:
                 yield record
 
     @torch.no_grad()
-    def _step(self) -> StepRecord:
-        live = self.live
-        rows = [sequence.row for sequence in live]
-        branches: dict[str, BranchOutputs] = {}
-        for session in self.sessions:
-            fed = [sequence.tokens[-1] for sequence in live] if self.prefilled is not None else None
-            branches |= session.prefill(rows) if fed is None else session.step(rows, fed)
-        index = torch.tensor(rows, device=self._device)
-        outputs = Outputs(branches)
+    def _step(self, live: Sequence[tuple[Task, SequenceState]]) -> StepRecord:
+        self._rearrange()
+        live, outputs = self._forward(live)
+        owners, sequences = [task for task, _ in live], [sequence for _, sequence in live]
+        self.steps += 1
         picked = self._pipeline(
-            self._history.rows(live, self._pipeline.eos),
-            score(self._strategy, outputs),
-            [[sequence.states[step] for sequence in live] for step in range(len(self._pipeline.steps))],
+            self._history.rows(sequences, self._pipeline.eos),
+            self._score(outputs),
+            [[sequence.states[step] for sequence in sequences] for step in range(len(self._pipeline.steps))],
             record=self._keep_stages,
         )
-        self._history.append(index, picked.tokens)
-        tokens = picked.tokens.tolist()
-        if self._keep_logprobs:
-            chosen = picked.final.log_softmax(-1).gather(-1, picked.tokens.unsqueeze(-1)).squeeze(-1).tolist()
-        now = time.perf_counter()
-        pieces = []
-        for position, (sequence, token) in enumerate(zip(live, tokens, strict=True)):
-            if position in picked.failures:
-                sequence.fail(picked.failures[position])
-                pieces.append("")
+        view = self._view(outputs, picked)
+        pieces, committed = [""] * len(live), [False] * len(live)
+        taken: dict[int, int] = {}
+        for task, own in _by_task(owners):
+            task.steps += 1
+            if isinstance(task, SearchTask):
+                taken |= self._search(task, own, view)
                 continue
-            self._commit_states(sequence, token, picked.final[position])
-            if self._keep_logprobs:
-                sequence.logprobs.append(chosen[position])
-            pieces.append(sequence.commit(token, now))
-        self._follow(index, picked, live)
-        return StepRecord(live, tokens, pieces, outputs, picked)
+            for position in own:
+                sequence = sequences[position]
+                if isinstance(task, SequenceTask) and sequence is task.root:
+                    task.begin(_select(outputs, position))
+                    continue
+                if position in picked.failures:
+                    sequence.fail(picked.failures[position])
+                else:
+                    taken[sequence.row], committed[position] = view.tokens[position], True
+                    pieces[position] = self._commit(sequence, view.tokens[position], position, view)
+                if isinstance(task, SequenceTask):
+                    task.grew(sequence)
+            if isinstance(task, SequenceTask):
+                self._place(task)
+        if taken:
+            self._history.append(list(taken), torch.tensor(list(taken.values()), device=self._device))
+        self._follow(live, picked)
+        return StepRecord(owners, sequences, view.tokens, committed, pieces, outputs, picked)
+
+    def _rearrange(self) -> None:
+        """Carry out what was decided since the last forward: forks, and rows that are over."""
+        kept = {sequence.row for task in self.tasks for sequence in task.held}
+        forks = {row: parent for row, parent in self._forks.items() if row in kept}
+        gone = self._held - kept
+        if forks or gone:
+            for session in self.sessions:
+                session.rearrange(forks, gone)
+        self._history.keep(kept)
+        self._held = (self._held - gone) | forks.keys()
+        self._forks = {}
+
+    def _forward(self, live: Sequence[tuple[Task, SequenceState]]) -> tuple[list[tuple[Task, SequenceState]], Outputs]:
+        """The outputs from which the next token of each is chosen, and those they belong to, in their order."""
+        stepping, fresh, ready = [], [], []
+        for task, sequence in live:
+            if sequence.row not in self._held:
+                fresh.append((task, sequence))
+            elif sequence.tokens:
+                stepping.append((task, sequence))
+            else:
+                ready.append((task, sequence))
+        parts: list[dict[str, BranchOutputs]] = []
+        if stepping:
+            rows = [sequence.row for _, sequence in stepping]
+            tokens = [sequence.tokens[-1] for _, sequence in stepping]
+            parts.append(_merged(session.step(rows, tokens) for session in self.sessions))
+        if fresh:
+            rows = [sequence.row for _, sequence in fresh]
+            parts.append(_merged(session.prefill(rows) for session in self.sessions))
+            self._held.update(rows)
+        for task, _ in ready:
+            # A candidate's first token follows the prompt, which was forwarded for all of them.
+            assert isinstance(task, SequenceTask)
+            assert task.outputs is not None
+            parts.append(dict(task.outputs))
+        joined = {
+            name: parts[0][name] if len(parts) == 1 else BranchOutputs.concatenate([part[name] for part in parts])
+            for name in parts[0]
+        }
+        return [*stepping, *fresh, *ready], Outputs(joined)
+
+    def _score(self, outputs: Outputs) -> Tensor:
+        if self._layers is None:
+            return score(self._strategy, outputs)
+        own = Outputs({**outputs, "main": outputs["main"].only(self._layers)})
+        own.annotations = outputs.annotations
+        return score(self._strategy, own)
+
+    def _view(self, outputs: Outputs, picked: Picked) -> _View:
+        view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
+        chosen = picked.tokens.unsqueeze(-1)
+        if self._keep_logprobs:
+            view.final = picked.final.log_softmax(-1)
+            view.logprobs = view.final.gather(-1, chosen).squeeze(-1).tolist()
+        if self._keep_raw:
+            raw = outputs["main"].logits.log_softmax(-1)
+            view.raw = raw.gather(-1, chosen).squeeze(-1).tolist()
+            if self._confidence_top_k:
+                view.confidences = raw.topk(min(self._confidence_top_k, raw.shape[-1])).values.mean(-1).neg().tolist()
+        return view
+
+    def _commit(self, sequence: SequenceState, token: int, position: int, view: _View) -> str:
+        """A sequence takes the token that was picked at its position; the text that became certain."""
+        self._commit_states(sequence, token, view.picked.final[position])
+        if view.logprobs:
+            sequence.logprobs.append(view.logprobs[position])
+        if view.raw:
+            sequence.raw_logprobs.append(view.raw[position])
+        if view.confidences:
+            sequence.confidences.append(view.confidences[position])
+        return sequence.commit(token, view.now)
+
+    def _search(self, task: SearchTask, positions: Sequence[int], view: _View) -> dict[int, int]:
+        """Let a search strategy go on; the token that each row takes."""
+        hypotheses, outputs = task.hypotheses, _select(view.outputs, *positions)
+        logits = view.picked.final[positions]
+        failed = [place for place, position in enumerate(positions) if position in view.picked.failures]
+        if failed:
+            logits = logits.index_fill(0, torch.tensor(failed, device=logits.device), -torch.inf)
+        if len(failed) == len(positions):
+            task.root.fail(view.picked.failures[positions[0]])
+            task.hypotheses = []
+            return {}
+        request, step = task.root.request, len(hypotheses[0].tokens)
+        advance = task.step(
+            Group(
+                request=request,
+                hypotheses=[Hypothesis(own.tokens, own.logprobs) for own in hypotheses],
+                logits=logits,
+                outputs=outputs,
+                max_new_tokens=task.root.limits.max_new_tokens,
+                eos=self._pipeline.eos,
+                ends=lambda parent, token: hypotheses[parent].ends(token, view.now),
+                draw=lambda lane: uniform(request.stream, step, SEARCH_LANE + lane),
+                prompt_hidden=self.sessions[0].prompt_hidden.pop(task.root.row, {}),
+                state=task.state,
+            )
+        )
+
+        def take(sequence: SequenceState, parent: int, token: int) -> None:
+            self._commit_states(sequence, token, logits[parent])
+            sequence.logprobs.append(float(view.final[positions[parent], token]))
+            sequence.commit(token, view.now)
+
+        for ended in advance.ended:
+            over = hypotheses[ended.parent].fork(row=-1)
+            if ended.token is not None:
+                take(over, ended.parent, ended.token)
+            over.finish(ended.reason)
+            task.end(over, ended.score)
+        children, forks = list[SequenceState](), dict[int, int]()
+        for place, parent in enumerate(advance.parents):
+            child = hypotheses[parent]
+            if parent in advance.parents[:place]:
+                child = child.fork(row=self._new_row(task))
+                forks[child.row] = hypotheses[parent].row
+            children.append(child)
+        self._history.fork(forks)
+        self._forks |= forks
+        for child, parent, token in zip(children, advance.parents, advance.tokens, strict=True):
+            take(child, parent, token)
+        task.hypotheses = children
+        return {child.row: token for child, token in zip(children, advance.tokens, strict=True)}
+
+    def _place(self, task: SequenceTask) -> None:
+        """Give candidates that were started a place: they fork from their prompt before the next forward."""
+        forks = {}
+        for candidate in task.starting:
+            candidate.row = self._new_row(task)
+            candidate.states = [self._initial(step, candidate.request) for _, step in self._pipeline.steps]
+            forks[candidate.row] = task.root.row
+        task.starting = []
+        self._history.fork(forks)
+        self._forks |= forks
+
+    def _new_row(self, task: Task) -> int:
+        row = self._next_row
+        self._next_row += 1
+        task.rows.add(row)
+        return row
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -261,7 +319,8 @@ class Loop:
         Raises:
             RowError: no distribution is left at some position.
         """
-        [sequence] = self.sequences
+        [task] = self.tasks
+        sequence = task.root
         known = torch.tensor([list(ids)], device=self._device)
         branches: dict[str, BranchOutputs] = {}
         for session in self.sessions:
@@ -303,18 +362,71 @@ class Loop:
             with guarded(rule, "commit"):
                 sequence.states[step] = rule.commit(sequence.states[step], token, logits)
 
-    def _follow(self, index: Tensor, picked: Picked, live: Sequence[SequenceState]) -> None:
+    def _follow(self, live: Sequence[tuple[Task, SequenceState]], picked: Picked) -> None:
         """Show the chosen tokens to those who see the rows padded: the caller's processors and criteria."""
-        following = torch.full((len(self.sequences), 1), self._pad, dtype=torch.long, device=self._device)
-        following[index, 0] = picked.tokens
+        if not all(isinstance(task, PlainTask) for task in self.tasks):
+            self._follow_candidates(live, picked)
+            return
+        rows = [sequence.row for _, sequence in live]
+        following = torch.full((len(self.tasks), 1), self._pad, dtype=torch.long, device=self._device)
+        following[rows, 0] = picked.tokens
         self.input_ids = torch.cat([self.input_ids, following], dim=-1)
         if not self._criteria:
             return
-        final = spread(picked.final, live, len(self.sequences), self._pad)
-        done = self._criteria(self.input_ids, (final,)).tolist()
-        for sequence in live:
+        done = self._criteria(self.input_ids, (spread(picked.final, rows, len(self.tasks), self._pad),)).tolist()
+        for _, sequence in live:
             if done[sequence.row] and sequence.finish_reason is None:
                 sequence.finish("stop")
+
+    def _follow_candidates(self, live: Sequence[tuple[Task, SequenceState]], picked: Picked) -> None:
+        going = [
+            place for place, (_, sequence) in enumerate(live) if sequence.tokens and sequence.finish_reason is None
+        ]
+        if not self._criteria or not going:
+            return
+        ids = self._history.padded([live[place][1].row for place in going], self._pad)
+        for place, done in zip(going, self._criteria(ids, (picked.final[going],)).tolist(), strict=True):
+            task, sequence = live[place]
+            if done and isinstance(task, SequenceTask):
+                sequence.finish("stop")
+                task.grew(sequence)
+                self._place(task)
+
+
+@dataclass
+class _View:
+    """What a step found at its positions, and when.
+
+    Attributes:
+        logprobs: [P] of the picked tokens under the final logits, ``raw`` under the model's own; where they are kept.
+        final: [P, V] log-probabilities; where they are kept.
+    """
+
+    picked: Picked
+    tokens: list[int]
+    now: float
+    outputs: Outputs
+    logprobs: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def _merged(parts: Iterable[dict[str, BranchOutputs]]) -> dict[str, BranchOutputs]:
+    return {name: outputs for part in parts for name, outputs in part.items()}
+
+
+def _select(outputs: Outputs, *positions: int) -> Outputs:
+    index = torch.tensor(positions, device=outputs["main"].logits.device)
+    return Outputs({name: branch.select(index) for name, branch in outputs.items()})
+
+
+def _by_task(owners: Sequence[Task]) -> list[tuple[Task, list[int]]]:
+    """Each task with its positions, in order."""
+    positions: dict[int, tuple[Task, list[int]]] = {}
+    for position, task in enumerate(owners):
+        positions.setdefault(id(task), (task, []))[1].append(position)
+    return list(positions.values())
 
 
 def score(strategy: TokenStrategy, outputs: Outputs) -> Tensor:
@@ -332,11 +444,11 @@ def score(strategy: TokenStrategy, outputs: Outputs) -> Tensor:
     return scores
 
 
-def spread(values: Tensor, live: Sequence[SequenceState], rows: int, pad: int) -> Tensor:
+def spread(values: Tensor, live: Sequence[int], rows: int, pad: int) -> Tensor:
     """[P, V] of the live rows as [R, V]; ended rows are certain of the pad, so that sums over scores ignore them."""
     if len(live) == rows:
         return values
     whole = torch.full((rows, values.shape[-1]), -torch.inf, dtype=values.dtype, device=values.device)
     whole[:, pad] = 0.0
-    whole[[sequence.row for sequence in live]] = values
+    whole[list(live)] = values
     return whole

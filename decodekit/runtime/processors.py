@@ -11,8 +11,9 @@ from transformers.generation import LogitsProcessor
 
 from decodekit.core import compat
 from decodekit.core.types import Rows
-from decodekit.runtime.loop import Loop, SequenceState
+from decodekit.runtime.loop import Loop
 from decodekit.runtime.pipeline import Step
+from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.settings import Settings, processor_options
 
 
@@ -23,7 +24,7 @@ class CallersStep:
         processor: sees the whole padded batch, as in ``generate``: it may keep something for each row.
 
     Attributes:
-        loop: where the padded ids are; ``None`` when positions are scored that are not the rows' last.
+        loop: where the padded ids are; ``None`` where positions are not the last of the call's rows: each is then shown alone.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:

@@ -1,21 +1,24 @@
-"""A model and the cached branches that it runs for the rows of a call: prompts in once, then one token a live row.
+"""A model and the cached branches that it runs for the sequences of a call: prompts in once, then the next tokens.
 
 ``DynamicSession`` keeps transformers' own cache (rectangular, left-padded, rows stay until all end); ``PagedSession`` keeps
-blocks (ragged, equal prompts are prefilled once, rows leave as they end).
+blocks (ragged, equal prompts are prefilled once, rows come, fork and leave at any time).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from decodekit.cache.attention import check_config
 from decodekit.cache.paged import PagedCache
+from decodekit.cache.prefix import Prompt
 from decodekit.core import compat
 from decodekit.core.errors import Refused
 from decodekit.core.heads import readout
@@ -30,18 +33,19 @@ class Session(ABC):
 
     Args:
         model: the model.
-        rows: rows of the call.
         layers: hidden layers of the ``main`` branch to keep.
 
     Attributes:
-        forwarded: [R] tokens of each row that went through the model, all branches together.
+        forwarded: a row, its tokens that went through the model, all branches together.
         raw: what the model returned last.
+        prompt_hidden: a row, its kept hidden layers [T, H] over the prompt of its main branch, where these are kept.
     """
 
-    def __init__(self, model: Any, rows: int, layers: tuple[int, ...]) -> None:
+    def __init__(self, model: Any, layers: tuple[int, ...]) -> None:
         self.model = model
-        self.forwarded = [0] * rows
+        self.forwarded: Counter[int] = Counter()
         self.raw: Any = None
+        self.prompt_hidden: dict[int, dict[int, Tensor]] = {}
         self._layers = layers
         self._readout = readout(model) if layers else None
 
@@ -56,7 +60,12 @@ class Session(ABC):
 
     @abstractmethod
     def step(self, rows: Sequence[int], tokens: Ids) -> dict[str, BranchOutputs]:
-        """Forward one more token of each of these rows, [P]; rows left out have ended."""
+        """Forward one more token of each of these rows, [P]."""
+
+    def rearrange(self, forks: Mapping[int, int], gone: Collection[int]) -> None:
+        """Begin rows as forks of others (a new row, its parent), and let go of rows that are over."""
+        if forks:
+            raise TypeError("the rows of this session cannot fork")
 
     def close(self) -> None:  # noqa: B027  most sessions hold nothing
         """Give back what the rows hold."""
@@ -105,9 +114,9 @@ class DynamicSession(Session):
     def __init__(
         self, model: Any, branches: Mapping[str, compat.Prepared], *, layers: tuple[int, ...], pad: int
     ) -> None:
-        lengths = [prepared.lengths for prepared in branches.values()]
-        super().__init__(model, len(lengths[0]), layers)
-        self._pad, self._lengths = pad, [sum(row) for row in zip(*lengths, strict=True)]
+        super().__init__(model, layers)
+        self._pad = pad
+        self._lengths = [sum(row) for row in zip(*(prepared.lengths for prepared in branches.values()), strict=True)]
         self._steppers = {
             name: Stepper(model, prepared, hidden_states=bool(layers) and name == "main")
             for name, prepared in branches.items()
@@ -140,7 +149,7 @@ class DynamicSession(Session):
 
     @override
     def step(self, rows: Sequence[int], tokens: Ids) -> dict[str, BranchOutputs]:
-        fed = [self._pad] * len(self.forwarded)
+        fed = [self._pad] * len(self._lengths)
         for row, token in zip(rows, tokens, strict=True):
             fed[row] = token
             self.forwarded[row] += len(self._steppers)
@@ -154,9 +163,16 @@ class DynamicSession(Session):
         return sorted(self._steppers.items(), key=lambda item: item[0] == "main")
 
     def _rows(self, outputs: BranchOutputs, rows: Sequence[int]) -> BranchOutputs:
-        if len(rows) == len(self.forwarded):
+        if len(rows) == len(self._lengths):
             return outputs
         return outputs.select(torch.tensor(rows, device=outputs.logits.device))
+
+
+class Key(NamedTuple):
+    """Which branch of which row owns a place in the cache."""
+
+    branch: str
+    row: int
 
 
 class PagedSession(Session):
@@ -167,18 +183,27 @@ class PagedSession(Session):
         cache: its cache; rows that are in it are given up.
         branches: a branch name, the prompt of every row, without pads.
         layers: hidden layers of the ``main`` branch to keep.
+        keep_prompt: keep those layers over whole prompts, as ``prompt_hidden``.
     """
 
     def __init__(
-        self, model: Any, cache: PagedCache, branches: Mapping[str, Sequence[Ids]], *, layers: tuple[int, ...]
+        self,
+        model: Any,
+        cache: PagedCache,
+        branches: Mapping[str, Sequence[Ids]],
+        *,
+        layers: tuple[int, ...],
+        keep_prompt: bool = False,
     ) -> None:
-        super().__init__(model, len(next(iter(branches.values()))), layers)
+        super().__init__(model, layers)
         self._cache = cache
         self._prompts = {name: [tuple(prompt) for prompt in prompts] for name, prompts in branches.items()}
         self._forward = RaggedForward(model, cache, hidden_states=bool(layers))
+        self._keep_prompt = keep_prompt
         self._direct = False
         # Which (branch, row) each row of the cache belongs to.
-        self._order: list[tuple[str, int]] = []
+        self._order: list[Key] = []
+        cache.release(range(len(cache.rows)))
 
     @property
     @override
@@ -187,67 +212,94 @@ class PagedSession(Session):
 
     @override
     def prefill(self, rows: Sequence[int]) -> dict[str, BranchOutputs]:
-        self._cache.release(range(len(self._cache.rows)))
-        keys = [(name, row) for name in self._prompts for row in rows]
+        keys = [Key(name, row) for name in self._prompts for row in rows]
         prompts = list(dict.fromkeys(self._prompts[name][row] for name, row in keys))
-        places = dict(zip(prompts, self._cache.open(prompts), strict=True))
-        cached = [row.num_cached for row in self._cache.rows]
-        outputs = self._prefill_open(prompts)
+        held = len(self._order)
+        # A prompt whose hidden states are read is computed whole: a key of its own shares no block with others.
+        opened = [Prompt(prompt, extra=object()) if self._keep_prompt else Prompt(prompt) for prompt in prompts]
+        places = dict(zip(prompts, self._cache.open(opened), strict=True))
         owners = [places[self._prompts[name][row]] for name, row in keys]
-        first = {place: row for (_, row), place in zip(reversed(keys), reversed(owners), strict=True)}
-        for place, row in first.items():
-            self.forwarded[row] += len(prompts[place]) - cached[place]
-        self._cache.fork(owners)
+        payers = {place: key.row for key, place in zip(reversed(keys), reversed(owners), strict=True)}
+        for place, row in payers.items():
+            self.forwarded[row] += len(prompts[place - held]) - self._cache.rows[place].num_cached
+        hidden: dict[int, dict[int, Tensor]] = {place: {} for place in places.values()}
+        outputs = self._advance({place: self._rest(place, prompt) for prompt, place in places.items()}, hidden)
+        if self._keep_prompt:
+            self.prompt_hidden |= {
+                key.row: hidden[own] for key, own in zip(keys, owners, strict=True) if key.branch == "main"
+            }
+        self._cache.fork([*range(held), *owners])
         # Gathering would copy what they share for each of them.
-        self._direct = len(prompts) < len(keys) and self._reads_blocks()
-        self._order = keys
-        return self._split(outputs, owners, len(rows))
+        self._direct |= len(prompts) < len(keys) and self._reads_blocks()
+        self._order += keys
+        return self._split(outputs, [owner - held for owner in owners], len(rows))
 
     @override
     def step(self, rows: Sequence[int], tokens: Ids) -> dict[str, BranchOutputs]:
-        live = dict(zip(rows, tokens, strict=True))
-        ended = [place for place, (_, row) in enumerate(self._order) if row not in live]
-        if ended:
-            self._cache.release(ended)
-            self._order = [key for key in self._order if key[1] in live]
-        raw = self._forward_one([live[row] for _, row in self._order])
-        for _, row in self._order:
-            self.forwarded[row] += 1
-        return self._split(self._keep(raw, "main"), range(len(self._order)), len(rows))
+        fed = dict(zip(rows, tokens, strict=True))
+        place_of = {key: place for place, key in enumerate(self._order)}
+        places = [place_of[Key(name, row)] for name in self._prompts for row in rows]
+        raw = self._forward_one(places, [fed[self._order[place].row] for place in places])
+        for row in rows:
+            self.forwarded[row] += len(self._prompts)
+        return self._split(self._keep(raw, "main"), range(len(places)), len(rows))
+
+    @override
+    def rearrange(self, forks: Mapping[int, int], gone: Collection[int]) -> None:
+        if not forks and not gone:
+            return
+        parents = [(place, key) for place, key in enumerate(self._order) if key.row not in gone]
+        place_of = {key: place for place, key in enumerate(self._order)}
+        parents += [
+            (place_of[Key(name, parent)], Key(name, row)) for name in self._prompts for row, parent in forks.items()
+        ]
+        self._cache.fork([place for place, _ in parents])
+        self._order = [key for _, key in parents]
+        if len(forks) > len(set(forks.values())):
+            self._direct |= self._reads_blocks()
 
     @override
     def close(self) -> None:
         self._cache.release(range(len(self._cache.rows)))
         self._order = []
 
-    def _forward_one(self, tokens: Ids) -> Any:
-        """Forward one token of every row; rows that share much are attended where it lies, once."""
-        rows, inputs = range(len(tokens)), [[token] for token in tokens]
+    def _rest(self, place: int, prompt: Ids) -> Ids:
+        return prompt[self._cache.rows[place].length :]
+
+    def _forward_one(self, places: Sequence[int], tokens: Ids) -> Any:
+        """Forward one token of each of these places; rows that share much are attended where it lies, once."""
+        inputs = [[token] for token in tokens]
         if self._direct:
             try:
-                return self._forward(rows, inputs, direct=True)
+                return self._forward(places, inputs, direct=True)
             except Refused:
                 self._direct = False
-        return self._forward(rows, inputs)
+        return self._forward(places, inputs)
 
-    def _prefill_open(self, prompts: Sequence[Ids]) -> BranchOutputs:
-        """Forward what the cache does not have of every open row; outputs at their last positions."""
+    def _advance(self, tokens: Mapping[int, Ids], hidden: Mapping[int, dict[int, Tensor]]) -> BranchOutputs:
+        """Forward these tokens of places; outputs at the last position of each, in order, and ``hidden`` of all if kept."""
         parts: dict[int, BranchOutputs] = {}
-        waiting = dict(enumerate(prompts))
+        waiting = dict(tokens)
         while waiting:
-            tokens = {}
-            for row, prompt in waiting.items():
-                start = self._cache.rows[row].length
-                tokens[row] = prompt[start : start + self._cache.max_query(row, len(prompt) - start)]
-            group = self._cache.together({row: len(ids) for row, ids in tokens.items()})
-            outputs = self._keep(self._forward(group, [tokens[row] for row in group]), "main")
+            chunks = {place: ids[: self._cache.max_query(place, len(ids))] for place, ids in waiting.items()}
+            group = self._cache.together({place: len(ids) for place, ids in chunks.items()})
+            outputs = self._keep(self._forward(group, [chunks[place] for place in group]), "main")
             if not parts:
                 self._check_head(outputs)
-            for place, row in enumerate(group):
-                if self._cache.rows[row].length == len(waiting[row]):
-                    parts[row] = outputs.select(torch.tensor([place], device=outputs.logits.device))
-                    del waiting[row]
-        return BranchOutputs.concatenate([parts[row] for row in range(len(prompts))])
+            for position, place in enumerate(group):
+                if self._keep_prompt:
+                    self._note(hidden[place], position, len(chunks[place]))
+                waiting[place] = waiting[place][len(chunks[place]) :]
+                if not waiting[place]:
+                    parts[place] = outputs.select(torch.tensor([position], device=outputs.logits.device))
+                    del waiting[place]
+        return BranchOutputs.concatenate([parts[place] for place in tokens])
+
+    def _note(self, known: dict[int, Tensor], position: int, count: int) -> None:
+        """Add the hidden states of the last ``count`` tokens at a position of the last forward."""
+        for layer in self._layers:
+            part = self.raw.hidden_states[layer][position, -count:]
+            known[layer] = torch.cat([known[layer], part]) if layer in known else part
 
     def _reads_blocks(self) -> bool:
         try:

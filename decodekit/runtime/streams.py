@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from decodekit.core.errors import InputError
 from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.tasks import Task
 
 
 class BatchStreamer(Protocol):
@@ -48,16 +50,26 @@ class Stream:
         self._streamer.put(input_ids.cpu())
 
     def put(self, record: StepRecord) -> None:
-        """Pass on what a step chose."""
+        """Pass on what a step chose, where that is final."""
         if self._streamer is None:
             return
-        for sequence, token in zip(record.sequences, record.tokens, strict=True):
-            if sequence.error is not None:
-                continue
-            if self._batch:
-                self._streamer.put(sequence.row, [token])
-            else:
-                self._streamer.put(torch.tensor([token]))
+        for position, task in enumerate(record.tasks):
+            if task.streams and record.taken[position]:
+                self._give(record.sequences[position].row, [record.tokens[position]])
+
+    def finish(self, tasks: Sequence[Task]) -> None:
+        """Pass on the best output of tasks that choose only at their end."""
+        if self._streamer is None:
+            return
+        for task in tasks:
+            if not task.streams and task.root.error is None:
+                self._give(task.root.row, task.results(1)[0].sequence.tokens)
+
+    def _give(self, row: int, tokens: list[int]) -> None:
+        if self._batch:
+            self._streamer.put(row, tokens)
+        else:
+            self._streamer.put(torch.tensor(tokens))
 
     def end(self) -> None:
         """Tell the streamer that nothing more comes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,17 @@ class TextTracker:
             return ""
         self._context, self._read = self._read, len(self._ids)
         return self._append(grown[len(known) :])
+
+    @property
+    def stops(self) -> bool:
+        """Whether any text or token could stop it."""
+        return bool(self._stops or self._stop_ids)
+
+    def fork(self) -> TextTracker:
+        """A second tracker with the same text so far."""
+        other = copy.copy(self)
+        other._ids = [*self._ids]
+        return other
 
     def finish(self) -> str:
         """What was held back and can now be given out."""

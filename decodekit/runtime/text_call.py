@@ -15,9 +15,12 @@ from decodekit.core.errors import InputError
 from decodekit.core.trace import TraceWriter
 from decodekit.core.types import Output
 from decodekit.recipe import Generation, Recipe, load_recipe
-from decodekit.runtime.call import Call, Given, assemble, left_pad, too_long
-from decodekit.runtime.loop import SequenceState, StepRecord
+from decodekit.runtime.branches import left_pad, too_long
+from decodekit.runtime.call import Call, Given, assemble
+from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
+from decodekit.runtime.tasks import Result, Task
 from decodekit.runtime.text import Prompt, encode, split_inputs
 from decodekit.runtime.tracing import trace_ends, trace_start, trace_step
 
@@ -113,15 +116,16 @@ class TextCall:
             call = self._call = assemble(self._model, self._prepare(self._prompts), self._recipe, self._given)
             self._stream.start(call.prepared.input_ids)
             if writer is not None:
-                trace_start(writer, self._model.config._name_or_path, self._recipe.to_dict(), call.seed, call.sequences)
+                trace_start(writer, self._model.config._name_or_path, self._recipe.to_dict(), call.seed, call.tasks)
             for record in call.loop.run():
                 self._stream.put(record)
                 if writer is not None:
                     trace_step(writer, record, lambda token: str(self._tokenizer.decode([token])))
                 self.given_out += sum(map(len, record.pieces))
                 yield record
+            self._stream.finish(call.tasks)
             if writer is not None:
-                trace_ends(writer, call.sequences)
+                trace_ends(writer, call.tasks, call.outputs)
         finally:
             self._stream.end()
             if writer is not None:
@@ -134,12 +138,13 @@ class TextCall:
 
     def cancel(self) -> None:
         """End every row that is still decoding where it stands; what it has is kept."""
-        for sequence in self._call.loop.live if self._call is not None else ():
-            sequence.finish("cancelled")
+        for task in self._call.tasks if self._call is not None else ():
+            task.finish()
 
     def outputs(self) -> list[tuple[int, Output]]:
         """(index of the prompt, output) a prompt and copy, in the order of the prompts."""
-        done = [self._output(sequence) for sequence in self._call.sequences] if self._call is not None else []
+        call = self._call
+        done = [self._output(task, own) for task in call.tasks for own in task.results(call.outputs)] if call else []
         copies = len(done) // len(self._prompts) if self._prompts else 1
         outputs: list[tuple[int, Output]] = []
         for index in range(self._count):
@@ -150,17 +155,17 @@ class TextCall:
                 done = done[copies:]
         return outputs
 
-    def _output(self, sequence: SequenceState) -> Output:
+    def _output(self, task: Task, result: Result) -> Output:
         assert self._call is not None
+        sequence = result.sequence
         assert sequence.finish_reason is not None
-        if sequence.tracker is not None:
-            sequence.tracker.finish()
         return Output(
-            text=sequence.tracker.text if sequence.tracker is not None else "",
+            text=sequence.text,
             token_ids=sequence.tokens,
             finish_reason=sequence.finish_reason,
             logprobs=sequence.logprobs,
-            stats=_stats(self._call, sequence),
+            candidates=result.candidates,
+            stats=_stats(self._call, task, sequence) | result.report,
             error=None if sequence.error is None else f"prompt {sequence.request.prompt}: {sequence.error}",
         )
 
@@ -181,8 +186,8 @@ class TextCall:
         call = assemble(
             self._model, self._prepare(self._prompts), recipe, dataclasses.replace(self._given, scoring=True)
         )
-        if call.sequences[0].error is not None:
-            raise InputError(call.sequences[0].error)
+        if call.tasks[0].root.error is not None:
+            raise InputError(call.tasks[0].root.error)
         return call.loop.score(ids)
 
 
@@ -194,13 +199,13 @@ def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
     return recipe.model_copy(update={"generation": checked.generation})
 
 
-def _stats(call: Call, sequence: SequenceState) -> dict[str, Any]:
-    """Counts and seconds of one row; its tokens went through every branch."""
+def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
+    """Counts and seconds of one output; what its task forwarded went through every branch and candidate."""
     loop, times = call.loop, sequence.times
     stats: dict[str, Any] = {
         "prompt_tokens": len(sequence.request.prompt_ids),
-        "target_forwards": len(times),
-        "forwarded_tokens": sum(session.forwarded[sequence.row] for session in loop.sessions),
+        "target_forwards": task.steps,
+        "forwarded_tokens": sum(session.forwarded[row] for session in loop.sessions for row in task.rows),
         "draft_tokens": 0,
         "accepted_tokens": 0,
         "path": "torch",

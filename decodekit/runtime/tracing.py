@@ -9,28 +9,27 @@ import torch
 from torch import Tensor
 
 from decodekit.core.trace import TraceWriter
-from decodekit.runtime.loop import SequenceState, StepRecord
+from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.tasks import Task
 
 ALTERNATIVES = 5
 """Most likely tokens that a trace keeps of every stage."""
 
 
-def trace_start(
-    writer: TraceWriter, model: str, recipe: dict[str, Any], seed: int, sequences: Sequence[SequenceState]
-) -> None:
+def trace_start(writer: TraceWriter, model: str, recipe: dict[str, Any], seed: int, tasks: Sequence[Task]) -> None:
     """Write the header; a row's own seed and sample index, with its prompt, name all its draws."""
     writer.header(
         model=model,
         recipe=recipe,
         seed=seed,
-        prompt_ids=[list(sequence.request.prompt_ids) for sequence in sequences],
+        prompt_ids=[list(task.root.request.prompt_ids) for task in tasks],
         rows=[
             {
-                "prompt": sequence.request.prompt,
-                "seed": sequence.request.stream.seed,
-                "sample": sequence.request.stream.sample,
+                "prompt": task.root.request.prompt,
+                "seed": task.root.request.stream.seed,
+                "sample": task.root.request.stream.sample,
             }
-            for sequence in sequences
+            for task in tasks
         ],
     )
 
@@ -45,7 +44,8 @@ def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int],
     stages = [(name, *_top(logits)) for name, logits in record.picked.stages]
     notes = {name: values.tolist() for name, values in record.outputs.annotations.items()}
     for position, (sequence, token) in enumerate(zip(record.sequences, record.tokens, strict=True)):
-        if sequence.error is not None:
+        # A search chooses for itself, and a prompt that candidates fork from is given no token.
+        if sequence.error is not None or not record.taken[position]:
             continue
         writer.token(
             row=sequence.row,
@@ -70,13 +70,17 @@ def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int],
         )
 
 
-def trace_ends(writer: TraceWriter, sequences: Sequence[SequenceState]) -> None:
-    """Write how every row ended."""
-    for sequence in sequences:
-        fields: dict[str, Any] = {"row": sequence.row, "finish_reason": sequence.finish_reason}
-        if sequence.error is not None:
-            fields["error"] = sequence.error
-        writer.event("finished", **fields)
+def trace_ends(writer: TraceWriter, tasks: Sequence[Task], copies: int) -> None:
+    """Write how every row ended, and what was chosen from."""
+    for task in tasks:
+        results = task.results(copies)
+        if results[0].candidates:
+            writer.event("candidates", row=task.root.row, candidates=results[0].candidates, **results[0].report)
+        for result in results:
+            fields: dict[str, Any] = {"row": result.sequence.row, "finish_reason": result.sequence.finish_reason}
+            if result.sequence.error is not None:
+                fields["error"] = result.sequence.error
+            writer.event("finished", **fields)
 
 
 def _top(logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:

@@ -1,0 +1,175 @@
+"""The branches of a call's rows, and the sessions that run them: one a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decodekit.core import compat
+from decodekit.core.errors import InputError, PluginError
+from decodekit.core.protocols import SearchStrategy, SequenceStrategy, TokenStrategy
+from decodekit.core.types import Branch
+from decodekit.recipe import Recipe
+from decodekit.runtime.caches import paged_cache
+from decodekit.runtime.guard import guarded
+from decodekit.runtime.sequence import SequenceState
+from decodekit.runtime.session import DynamicSession, PagedSession, Session
+from decodekit.runtime.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The strategies of a call.
+
+    Attributes:
+        strategy: scores the tokens.
+        search: keeps hypotheses of what ``strategy`` scores, or nothing does.
+        sequence: decides between outputs of ``strategy``, or nothing does.
+    """
+
+    strategy: TokenStrategy
+    search: SearchStrategy | None = None
+    sequence: SequenceStrategy | None = None
+
+    @property
+    def forks(self) -> int:
+        """Most rows that a prompt forks into; 0 where it stays one row."""
+        if self.search is not None:
+            return self.search.width
+        # The prompt itself stays as long as candidates may still be started.
+        return 0 if self.sequence is None else self.sequence.count + 1
+
+    @property
+    def whole(self) -> TokenStrategy | SearchStrategy | SequenceStrategy:
+        """The outermost strategy."""
+        return self.search or self.sequence or self.strategy
+
+    @property
+    def outputs(self) -> int:
+        """Most outputs of a prompt; 0 where its outputs are rows of their own."""
+        return self.search.width if self.search is not None else self.sequence.count if self.sequence is not None else 0
+
+
+def too_long(length: int, context: int | None) -> str | None:
+    """Why a prompt of this many tokens cannot be decoded; ``None`` when it can."""
+    if context is None or length < context:
+        return None
+    return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
+
+
+def _branches(model: Any, strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Branch]:
+    """The branches of a row by name; none, and the row has failed, where it cannot have them."""
+    if sequence.error is not None:
+        return {}
+    try:
+        with guarded(strategy, "branches"):
+            own = strategy.branches(sequence.request)
+            if own[0].name != "main" or len({branch.name for branch in own}) != len(own):
+                raise PluginError(
+                    f"strategy {strategy.kind!r} has branches {[branch.name for branch in own]}; each needs a name of its "
+                    "own, and the first is called main"
+                )
+    except InputError as error:
+        sequence.fail(str(error))
+        return {}
+    for branch in own:
+        length = len(branch.prompt_ids)
+        why = "its prompt is empty" if not length else too_long(length, compat.context_length(model))
+        if why is not None:
+            sequence.fail(f"branch {branch.name!r} of {strategy.kind!r}: {why}")
+            return {}
+    return {branch.name: branch for branch in own}
+
+
+def sessions_of(
+    model: Any,
+    plan: Plan,
+    prepared: compat.Prepared,
+    recipe: Recipe,
+    settings: Settings,
+    sequences: Sequence[SequenceState],
+    models: Mapping[str, Any],
+    *,
+    scoring: bool,
+) -> list[Session]:
+    """A session a model; the main branch goes on from what ``generate`` prepared."""
+    strategy = plan.strategy
+    layers = _hidden_layers(strategy, compat.text_config(model))
+    if plan.search is not None:
+        layers = tuple(dict.fromkeys([*layers, *_hidden_layers(plan.search, compat.text_config(model))]))
+    branches = [_branches(model, strategy, sequence) for sequence in sequences]
+    runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
+    # A row that cannot be decoded still takes its place in a rectangular batch.
+    blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
+    prompts = {
+        name: [own[name].prompt_ids if name in own else instead for own, instead in zip(branches, blank, strict=True)]
+        for name in runs
+    }
+    sessions: list[Session] = []
+    for model_name in sorted(set(runs.values()), key="main".__ne__):
+        runner = model if model_name == "main" else models.get(model_name)
+        if runner is None:
+            raise InputError(
+                f"strategy {strategy.kind!r} needs a model called {model_name!r}; give "
+                f"decoder.bind(models={{{model_name!r}: model}})"
+            )
+        own_prompts = {name: prompts[name] for name, other in runs.items() if other == model_name}
+        kept = layers if "main" in own_prompts else ()
+        cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan.forks)
+        if cache is not None:
+            keep_prompt = bool(kept) and plan.search is not None and plan.search.reads_prompt
+            sessions.append(PagedSession(runner, cache, own_prompts, layers=kept, keep_prompt=keep_prompt))
+            continue
+        inputs = {
+            name: _main_inputs(prepared, settings)
+            if name == "main" and rows == blank
+            else _branch_inputs(runner, rows, settings)
+            for name, rows in own_prompts.items()
+        }
+        sessions.append(DynamicSession(runner, inputs, layers=kept, pad=settings.pad))
+    return sessions
+
+
+def _hidden_layers(strategy: TokenStrategy | SearchStrategy, config: Any) -> tuple[int, ...]:
+    with guarded(strategy, "hidden_layers"):
+        layers = strategy.hidden_layers(config)
+        wrong = [layer for layer in layers if not 0 <= layer <= config.num_hidden_layers]
+        if wrong:
+            raise PluginError(
+                f"strategy {strategy.kind!r} asks for hidden layers {wrong}; this model has 0 to {config.num_hidden_layers}"
+            )
+    return layers
+
+
+def _main_inputs(prepared: compat.Prepared, settings: Settings) -> compat.Prepared:
+    """What ``generate`` prepared, with the options that won."""
+    main = dataclasses.replace(prepared, config=settings.config, model_kwargs={**prepared.model_kwargs})
+    main.model_kwargs["use_cache"] = settings.config.use_cache
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(settings.config, name):
+            main.model_kwargs[name] = True
+    return main
+
+
+def _branch_inputs(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> compat.Prepared:
+    ids, mask = left_pad(prompts, settings.pad, model.device)
+    return compat.prepare(
+        model,
+        ids,
+        mask,
+        max_new_tokens=settings.max_new_tokens,
+        pad_token_id=settings.pad,
+        use_cache=settings.config.use_cache,
+    )
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """[R, T] ids and attention mask."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
