@@ -119,9 +119,11 @@ class SearchStrategy(Plugin):
     many live at most (``width``) and which token-level strategy scores them (``inner``).
 
     Attributes:
+        samples: it can draw (``do_sample``).
         reads_prompt: ``step`` reads hidden states over the whole prompt, so that none of it may come from a prefix cache.
     """
 
+    samples: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = False
 
     inner: TokenStrategy = Field(default_factory=plain_decoding, description="scores the next token of a hypothesis")
@@ -137,7 +139,11 @@ class SearchStrategy(Plugin):
 
     @abstractmethod
     def step(self, group: Group) -> Advance:
-        """Which hypotheses live on, and what each is fed; none ends the search."""
+        """Which hypotheses live on, and what each is fed; none ends the search.
+
+        Raises:
+            RowError: this prompt cannot be decoded.
+        """
 
 
 class SequenceStrategy(Plugin):

@@ -40,6 +40,7 @@ class Group:
         max_new_tokens: most tokens of output.
         eos: ids that end an output.
         ends: ``(parent, token)`` to why the hypothesis would be over with this token; ``None`` while it would go on.
+        sample: whether continuations are to be drawn.
         draw: ``lane`` to a uniform in [0, 1) of this prompt and step.
         state: what the last ``step`` left in its ``Advance``; ``None`` at first.
     """
@@ -52,6 +53,7 @@ class Group:
     eos: tuple[int, ...]
     ends: Callable[[int, int], FinishReason | None]
     draw: Callable[[int], float]
+    sample: bool = False
     prompt_hidden: Mapping[int, Tensor] = field(default_factory=dict)
     state: Any = None
 

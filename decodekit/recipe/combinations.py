@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from decodekit.core.protocols import Plugin, SearchStrategy, SequenceStrategy, TokenStrategy
-from decodekit.recipe.schema import Recipe
+from decodekit.recipe.schema import DynamicSpec, Recipe
 
 
 class Clash(NamedTuple):
@@ -51,6 +51,19 @@ def _copies(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("strategy", "n"), f"{n} outputs of {inner.kind!r} are {remedy}")
 
 
+def _sampling(recipe: Recipe) -> Iterator[Clash]:
+    strategy = recipe.strategy
+    if recipe.generation.do_sample and isinstance(strategy, SearchStrategy) and not strategy.samples:
+        yield Clash(("generation", "do_sample"), f"{strategy.kind!r} does not sample; leave it out")
+
+
+def _forks(recipe: Recipe) -> Iterator[Clash]:
+    if isinstance(recipe.cache, DynamicSpec) and not isinstance(recipe.strategy, TokenStrategy):
+        yield Clash(
+            ("cache",), f"{recipe.strategy.kind!r} forks its rows, which a dynamic cache cannot; leave cache out"
+        )
+
+
 def _drafter(recipe: Recipe) -> Iterator[Clash]:
     inner = innermost(recipe.strategy)
     if recipe.drafter is not None and not isinstance(inner, TokenStrategy):
@@ -80,4 +93,4 @@ def _warpers(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("generation", option), "has no effect beside rules, which replace it; write it as a rule")
 
 
-_CHECKS = (_beams, _copies, _drafter, _fallback, _lengths, _warpers)
+_CHECKS = (_beams, _copies, _sampling, _forks, _drafter, _fallback, _lengths, _warpers)

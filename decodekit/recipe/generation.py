@@ -25,9 +25,9 @@ class Generation(BaseModel):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "assistant_early_exit": "drafter: {kind: layer_skip}",
         "cache_implementation": "cache: {kind: dynamic}",
-        "constraints": "strategy: {kind: beam}",
+        "constraints": "strategy: {kind: constrained_beam}",
         "dola_layers": "strategy: {kind: dola}",
-        "force_words_ids": "strategy: {kind: beam}",
+        "force_words_ids": "strategy: {kind: constrained_beam}",
         "penalty_alpha": "strategy: {kind: contrastive_search}",
         "prompt_lookup_num_tokens": "drafter: {kind: ngram}",
         "use_mtp": "drafter: {kind: mtp}",

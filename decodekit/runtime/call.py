@@ -28,6 +28,9 @@ from decodekit.runtime.text import TextTracker, encoder
 INPUTS = ("text", "context", "negative_prompt", "seed")
 """What a prompt may bring besides its ids; strategies may need more."""
 
+BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping")
+"""Options of generate that are a search strategy's own."""
+
 
 @dataclass
 class Given:
@@ -143,12 +146,26 @@ def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
         return Plan(inner)
     if given.scoring:
         return Plan(inner)  # what is scored is the distribution that tokens are chosen from
-    beams = settings.config.num_beams or 1
-    if beams > 1 and "num_beams" in type(whole).model_fields:
-        whole = type(whole).model_validate({**dict(whole), "num_beams": beams})
+    if isinstance(whole, SearchStrategy):
+        whole = _with_call_options(whole, settings)
     with guarded(whole, "resolve"):
         whole = whole.resolve(given.tokenizer)
     return Plan(inner, search=whole) if isinstance(whole, SearchStrategy) else Plan(inner, sequence=whole)
+
+
+def _with_call_options(strategy: SearchStrategy, settings: Settings) -> SearchStrategy:
+    """The strategy with options of generate in place of its own, where it has them.
+
+    Raises:
+        Refused: it cannot draw.
+    """
+    if settings.config.do_sample and not strategy.samples:
+        raise Refused(f"strategy {strategy.kind!r} does not sample; leave do_sample out")
+    own, named = type(strategy).model_fields, {*settings.named}
+    if (settings.config.num_beams or 1) > 1:
+        named.add("num_beams")
+    given = {name: getattr(settings.config, name) for name in sorted(named & own.keys() & set(BEAM_OPTIONS))}
+    return type(strategy).model_validate({**dict(strategy), **given}) if given else strategy
 
 
 def _outputs(plan: Plan, settings: Settings) -> int:

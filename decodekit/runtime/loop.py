@@ -251,24 +251,27 @@ class Loop:
         if failed:
             logits = logits.index_fill(0, torch.tensor(failed, device=logits.device), -torch.inf)
         if len(failed) == len(positions):
-            task.root.fail(view.picked.failures[positions[0]])
-            task.hypotheses = []
+            task.fail(view.picked.failures[positions[0]])
             return {}
         request, step = task.root.request, len(hypotheses[0].tokens)
-        advance = task.step(
-            Group(
-                request=request,
-                hypotheses=[Hypothesis(own.tokens, own.logprobs) for own in hypotheses],
-                logits=logits,
-                outputs=outputs,
-                max_new_tokens=task.root.limits.max_new_tokens,
-                eos=self._pipeline.eos,
-                ends=lambda parent, token: hypotheses[parent].ends(token, view.now),
-                draw=lambda lane: uniform(request.stream, step, SEARCH_LANE + lane),
-                prompt_hidden=self.sessions[0].prompt_hidden.pop(task.root.row, {}),
-                state=task.state,
-            )
+        group = Group(
+            request=request,
+            hypotheses=[Hypothesis(own.tokens, own.logprobs) for own in hypotheses],
+            logits=logits,
+            outputs=outputs,
+            max_new_tokens=task.root.limits.max_new_tokens,
+            eos=self._pipeline.eos,
+            ends=lambda parent, token: hypotheses[parent].ends(token, view.now),
+            draw=lambda lane: uniform(request.stream, step, SEARCH_LANE + lane),
+            sample=self._pipeline.sample,
+            prompt_hidden=self.sessions[0].prompt_hidden.pop(task.root.row, {}),
+            state=task.state,
         )
+        try:
+            advance = task.step(group)
+        except RowError as error:
+            task.fail(str(error))
+            return {}
 
         def take(sequence: SequenceState, parent: int, token: int) -> None:
             self._commit_states(sequence, token, logits[parent])

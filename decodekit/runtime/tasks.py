@@ -157,6 +157,11 @@ class SearchTask(Task):
         """Note a hypothesis that is over."""
         self._ended.append((score, sequence))
 
+    def fail(self, why: str) -> None:
+        """The prompt cannot be decoded."""
+        self.root.fail(why)
+        self.hypotheses, self._ended = [], []
+
     @override
     def finish(self) -> None:
         for sequence in self.hypotheses:

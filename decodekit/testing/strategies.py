@@ -1,4 +1,4 @@
-"""The laws of a token strategy."""
+"""The laws of a strategy."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decodekit.core.protocols import TokenStrategy
+from decodekit.core.protocols import SearchStrategy, SequenceStrategy, TokenStrategy
 from decodekit.core.types import Outputs
 from decodekit.recipe import Generation, Recipe
 from decodekit.runtime.text_call import TextCall
 from decodekit.testing.models import Family, tiny_model, tiny_tokenizer
 from decodekit.testing.values import broken, check_value
 
+Strategy = TokenStrategy | SearchStrategy | SequenceStrategy
+
 PROMPTS = ("Who won?", "a", "The other one, please: 1 + 2 = ", "Is it so?")
 
 
 def check_strategy(
-    strategy: TokenStrategy,
+    strategy: Strategy,
     *,
     families: Sequence[Family] = ("dense", "sliding", "hybrid"),
     inputs: Mapping[str, Any] | None = None,
     models: Mapping[str, Any] | None = None,
     new_tokens: int = 6,
 ) -> None:
-    """Check the laws that every token strategy obeys, on tiny models in float64.
+    """Check the laws that every strategy obeys, on tiny models in float64.
 
-    It is a value. Decoded with left padding in a batch, in any order, each prompt gets the tokens of its solo run. ``score``
+    It is a value. Decoded with left padding in a batch, in any order, each prompt gets the tokens of its solo run; candidates
+    of a sequence-level strategy are sampled. The ``score`` of a token-level strategy
     gives a floating-point [P, V], edits nothing it is given, gives the same twice, and a position depends on itself alone:
     not on its neighbours, their order or a NaN among them.
 
@@ -50,12 +53,13 @@ def check_strategy(
         model = tiny_model(family, dtype=torch.float64)
         laws = _StrategyLaws(strategy, family, model, tokenizer, inputs or {}, models or {}, new_tokens)
         laws.check_batches()
-        laws.check_scores()
+        if isinstance(strategy, TokenStrategy):
+            laws.check_scores(strategy)
 
 
 @dataclass(frozen=True)
 class _StrategyLaws:
-    strategy: TokenStrategy
+    strategy: Strategy
     family: Family
     model: Any
     tokenizer: Any
@@ -65,7 +69,10 @@ class _StrategyLaws:
 
     def call(self, prompts: Sequence[str]) -> TextCall:
         # No row ends early, so that every step is compared.
-        generation = Generation(max_new_tokens=self.new_tokens, suppress_tokens=[self.tokenizer.eos_token_id])
+        sample = isinstance(self.strategy, SequenceStrategy)
+        generation = Generation(
+            max_new_tokens=self.new_tokens, suppress_tokens=[self.tokenizer.eos_token_id], do_sample=sample, seed=0
+        )
         recipe = Recipe(strategy=self.strategy, generation=generation)
         given = [{"prompt": prompt, **self.inputs} for prompt in prompts]
         return TextCall(recipe, self.model, self.tokenizer, given, {}, models=self.models)
@@ -91,14 +98,14 @@ class _StrategyLaws:
                     "rows may come in any order", f"{prompt!r} gives {reverse[row]} in reverse order, {solo} alone"
                 )
 
-    def check_scores(self) -> None:
+    def check_scores(self, strategy: TokenStrategy) -> None:
         call = self.call(PROMPTS)
         for record in call.run():
-            self.check_outputs(record.outputs)
+            self.check_outputs(strategy, record.outputs)
 
-    def check_outputs(self, outputs: Outputs) -> None:
+    def check_outputs(self, strategy: TokenStrategy, outputs: Outputs) -> None:
         given = {name: _copy(branch) for name, branch in outputs.items()}
-        scores = self.strategy.score(outputs)
+        scores = strategy.score(outputs)
         expected = outputs["main"].logits.shape
         if scores.shape != expected or not scores.is_floating_point():
             raise self.broken(
@@ -107,19 +114,17 @@ class _StrategyLaws:
         for name, branch in outputs.items():
             for before, after in zip(given[name], _copy(branch), strict=True):
                 self.compare(f"outputs of branch {name!r} are not edited", before, after)
-        self.compare("the same scores twice", scores, self.strategy.score(outputs))
+        self.compare("the same scores twice", scores, strategy.score(outputs))
         positions = len(scores)
         order = torch.arange(positions).flip(0)
-        self.compare(
-            "permuted positions give permuted scores", scores[order], self.strategy.score(_select(outputs, order))
-        )
+        self.compare("permuted positions give permuted scores", scores[order], strategy.score(_select(outputs, order)))
         for position in range(positions):
-            alone = self.strategy.score(_select(outputs, torch.tensor([position])))
+            alone = strategy.score(_select(outputs, torch.tensor([position])))
             self.compare(f"a position alone, {position}", scores[position : position + 1], alone)
         poisoned = _select(outputs, torch.arange(positions))
         for branch in poisoned.values():
             branch.logits[0] = math.nan
-        self.compare("a NaN harms no other position", scores[1:], self.strategy.score(poisoned)[1:])
+        self.compare("a NaN harms no other position", scores[1:], strategy.score(poisoned)[1:])
 
     def compare(self, law: str, expected: Tensor, found: Tensor) -> None:
         # Matrix products of other sizes differ in the last bits.
