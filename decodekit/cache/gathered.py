@@ -197,6 +197,10 @@ class GatheredCache(Cache):
         """From now on keep what a rollback needs until the next one, which may drop nothing."""
         self._book.recording = True
 
+    def deactivate_past_recording(self) -> None:
+        """From now on a rollback of recurrent states goes back to what was checkpointed."""
+        self._book.recording = False
+
     def reset(self) -> None:
         """Forget all rows, all prefixes and all checkpoints; snapshots taken before cannot be restored."""
         self._step = None

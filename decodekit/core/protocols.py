@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 from torch import Tensor
 
 from decodekit.core.candidates import Candidate, Deciding
+from decodekit.core.drafts import DraftHost, DraftState
 from decodekit.core.search import Advance, Group
 from decodekit.core.types import Branch, Need, Outputs, Request, Rows
 
@@ -182,11 +183,32 @@ class Constraint(Plugin):
 
 
 class Drafter(Plugin):
-    """Proposes tokens that the target model verifies."""
+    """Proposes tokens that the target model verifies; whatever it proposes, the output is that of plain decoding.
+
+    Attributes:
+        cheap: proposing costs next to nothing, so that it is asked even where drafts may be cut afterwards.
+    """
+
+    cheap: ClassVar[bool] = True
+
+    max_tokens: int = Field(5, ge=1, le=256, description="most tokens of a draft")
+    schedule: Literal["constant", "heuristic", "dynamic"] = Field(
+        "dynamic",
+        description="length of drafts: always max_tokens; two longer after full acceptance and one shorter else; or what "
+        "measured acceptance and seconds make fastest, which may be none",
+    )
+
+    def hidden_layers(self, config: Any) -> tuple[int, ...]:
+        """The target's hidden layers that ``observe`` reads, as :meth:`TokenStrategy.hidden_layers`."""
+        return ()
 
     @abstractmethod
-    def start(self, session: Any) -> Any:
-        """A fresh state with ``propose(rows, budgets)``, ``observe(...)`` and ``rollback(...)``."""
+    def start(self, host: DraftHost) -> DraftState:
+        """What it keeps for the rows of a call.
+
+        Raises:
+            Refused: it cannot draft for this model.
+        """
 
 
 class Scorer(Plugin):

@@ -22,7 +22,9 @@ TOKEN_LANE = 0
 """The lane that picks the token; rules draw from lanes of their own."""
 
 SEARCH_LANE = 1 << 16
-"""The first lane of a search strategy, beyond those of any number of rules."""
+DRAFT_LANE = 1 << 17
+VERIFY_LANE = 1 << 18
+"""The first lanes of a search strategy, of a drafter and of verification, beyond those of any number of rules."""
 
 
 class Stream(NamedTuple):

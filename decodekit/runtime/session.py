@@ -48,6 +48,7 @@ class Session(ABC):
         self.prompt_hidden: dict[int, dict[int, Tensor]] = {}
         self._layers = layers
         self._readout = readout(model) if layers else None
+        self._head_checked = False
 
     @property
     @abstractmethod
@@ -59,8 +60,18 @@ class Session(ABC):
         """Forward the prompts of these rows, [P]; for each branch the outputs at their last positions."""
 
     @abstractmethod
-    def step(self, rows: Sequence[int], tokens: Ids) -> dict[str, BranchOutputs]:
-        """Forward one more token of each of these rows, [P]."""
+    def step(self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids) -> dict[str, BranchOutputs]:
+        """Forward the next tokens of each of these rows; for each branch the outputs at the ``last`` positions of every row.
+
+        Args:
+            rows: [R].
+            tokens: [R] at least one each.
+            last: [R] how many of a row's last positions.
+        """
+
+    def rollback(self, drop: Mapping[int, int]) -> None:
+        """Take back the last tokens of rows; after every step of a session that was made for it, which may drop nothing."""
+        raise TypeError("the rows of this session cannot go back")
 
     def rearrange(self, forks: Mapping[int, int], gone: Collection[int]) -> None:
         """Begin rows as forks of others (a new row, its parent), and let go of rows that are over."""
@@ -89,10 +100,13 @@ class Session(ABC):
 
         The last entry of ``hidden_states`` is the normed state that the model's own head read.
         """
-        if self._readout is None:
+        if self._readout is None or self._head_checked:
             return
+        self._head_checked = True
         expected = self.raw.logits[:, -1].to(outputs.logits.dtype)
-        worst = (outputs.readout(self.raw.hidden_states[-1][:, -1]) - expected).abs().max().item()
+        worst = (
+            (self._readout(self.raw.hidden_states[-1][:, -1], norm=False, finish=True) - expected).abs().max().item()
+        )
         # NaN logits are a fault of their row, not of the head.
         if worst > 1e-2 * max(1.0, expected.abs().max().item()):
             raise Refused(
@@ -148,10 +162,10 @@ class DynamicSession(Session):
         return kept
 
     @override
-    def step(self, rows: Sequence[int], tokens: Ids) -> dict[str, BranchOutputs]:
+    def step(self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids) -> dict[str, BranchOutputs]:
         fed = [self._pad] * len(self._lengths)
-        for row, token in zip(rows, tokens, strict=True):
-            fed[row] = token
+        for row, ids in zip(rows, tokens, strict=True):
+            [fed[row]] = ids  # a rectangular batch grows by one token
             self.forwarded[row] += len(self._steppers)
         kept = {}
         for name, stepper in self._in_order():
@@ -184,6 +198,7 @@ class PagedSession(Session):
         branches: a branch name, the prompt of every row, without pads.
         layers: hidden layers of the ``main`` branch to keep.
         keep_prompt: keep those layers over whole prompts, as ``prompt_hidden``.
+        rollbacks: rows will be rolled back: every step is followed by :meth:`rollback`.
     """
 
     def __init__(
@@ -194,6 +209,7 @@ class PagedSession(Session):
         *,
         layers: tuple[int, ...],
         keep_prompt: bool = False,
+        rollbacks: bool = False,
     ) -> None:
         super().__init__(model, layers)
         self._cache = cache
@@ -203,6 +219,10 @@ class PagedSession(Session):
         self._direct = False
         # Which (branch, row) each row of the cache belongs to.
         self._order: list[Key] = []
+        # Tokens that a rollback went back over, to be forwarded before the next ones.
+        self._again: dict[Key, list[int]] = {}
+        if rollbacks:
+            cache.activate_past_recording()
         cache.release(range(len(cache.rows)))
 
     @property
@@ -223,7 +243,8 @@ class PagedSession(Session):
         for place, row in payers.items():
             self.forwarded[row] += len(prompts[place - held]) - self._cache.rows[place].num_cached
         hidden: dict[int, dict[int, Tensor]] = {place: {} for place in places.values()}
-        outputs = self._advance({place: self._rest(place, prompt) for prompt, place in places.items()}, hidden)
+        rest = {place: prompt[self._cache.rows[place].length :] for prompt, place in places.items()}
+        outputs = self._advance(rest, dict.fromkeys(rest, 1), hidden if self._keep_prompt else None)
         if self._keep_prompt:
             self.prompt_hidden |= {
                 key.row: hidden[own] for key, own in zip(keys, owners, strict=True) if key.branch == "main"
@@ -235,65 +256,95 @@ class PagedSession(Session):
         return self._split(outputs, [owner - held for owner in owners], len(rows))
 
     @override
-    def step(self, rows: Sequence[int], tokens: Ids) -> dict[str, BranchOutputs]:
-        fed = dict(zip(rows, tokens, strict=True))
+    def step(self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids) -> dict[str, BranchOutputs]:
         place_of = {key: place for place, key in enumerate(self._order)}
-        places = [place_of[Key(name, row)] for name in self._prompts for row in rows]
-        raw = self._forward_one(places, [fed[self._order[place].row] for place in places])
-        for row in rows:
-            self.forwarded[row] += len(self._prompts)
-        return self._split(self._keep(raw, "main"), range(len(places)), len(rows))
+        keys = [Key(name, row) for name in self._prompts for row in rows]
+        fed = dict(zip(rows, tokens, strict=True))
+        again = {place_of[key]: [*self._again.pop(key, ()), *fed[key.row]] for key in keys}
+        for key in keys:
+            self.forwarded[key.row] += len(again[place_of[key]])
+        if all(len(ids) == 1 for ids in again.values()):
+            outputs = self._keep(self._run(list(again), list(again.values())), "main")
+            return self._split(outputs, range(len(again)), len(rows))
+        wanted = dict(zip(rows, last, strict=True))
+        outputs = self._advance(again, {place_of[key]: wanted[key.row] for key in keys})
+        return self._split(outputs, range(len(outputs.logits)), sum(last))
+
+    @override
+    def rollback(self, drop: Mapping[int, int]) -> None:
+        counts = [drop.get(key.row, 0) for key in self._order]
+        known = [[*row.tokens] if count else [] for row, count in zip(self._cache.rows, counts, strict=True)]
+        for key, ids, count, again in zip(self._order, known, counts, self._cache.rollback(counts), strict=True):
+            if again:
+                # Its states went back further than was asked for: these are forwarded with the next tokens.
+                end = len(ids) - count
+                self._again[key] = [*ids[end - again : end], *self._again.get(key, ())]
 
     @override
     def rearrange(self, forks: Mapping[int, int], gone: Collection[int]) -> None:
         if not forks and not gone:
             return
-        parents = [(place, key) for place, key in enumerate(self._order) if key.row not in gone]
         place_of = {key: place for place, key in enumerate(self._order)}
-        parents += [
-            (place_of[Key(name, parent)], Key(name, row)) for name in self._prompts for row, parent in forks.items()
-        ]
-        self._cache.fork([place for place, _ in parents])
-        self._order = [key for _, key in parents]
+        source = {key: key for key in self._order if key.row not in gone}
+        source |= {Key(name, row): Key(name, parent) for name in self._prompts for row, parent in forks.items()}
+        self._cache.fork([place_of[parent] for parent in source.values()])
+        self._order = list(source)
+        self._again = {key: self._again[parent] for key, parent in source.items() if parent in self._again}
         if len(forks) > len(set(forks.values())):
             self._direct |= self._reads_blocks()
 
     @override
     def close(self) -> None:
         self._cache.release(range(len(self._cache.rows)))
+        self._cache.deactivate_past_recording()
         self._order = []
 
-    def _rest(self, place: int, prompt: Ids) -> Ids:
-        return prompt[self._cache.rows[place].length :]
-
-    def _forward_one(self, places: Sequence[int], tokens: Ids) -> Any:
-        """Forward one token of each of these places; rows that share much are attended where it lies, once."""
-        inputs = [[token] for token in tokens]
+    def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
+        """Forward the next tokens of these places; rows that share much are attended where it lies, once."""
         if self._direct:
             try:
-                return self._forward(places, inputs, direct=True)
+                return self._forward(places, tokens, last=last, direct=True)
             except Refused:
                 self._direct = False
-        return self._forward(places, inputs)
+        return self._forward(places, tokens, last=last)
 
-    def _advance(self, tokens: Mapping[int, Ids], hidden: Mapping[int, dict[int, Tensor]]) -> BranchOutputs:
-        """Forward these tokens of places; outputs at the last position of each, in order, and ``hidden`` of all if kept."""
-        parts: dict[int, BranchOutputs] = {}
+    def _advance(
+        self, tokens: Mapping[int, Ids], last: Mapping[int, int], hidden: Mapping[int, dict[int, Tensor]] | None = None
+    ) -> BranchOutputs:
+        """Forward these tokens of places, however few of them a step may take.
+
+        Args:
+            tokens: a place, its next tokens.
+            last: a place, how many of its last positions to give.
+            hidden: filled with the kept layers at all positions of a place, if given.
+
+        Returns:
+            the outputs at the last positions of each place, in order.
+        """
+        parts: dict[int, list[BranchOutputs]] = {place: [] for place in tokens}
         waiting = dict(tokens)
         while waiting:
             chunks = {place: ids[: self._cache.max_query(place, len(ids))] for place, ids in waiting.items()}
             group = self._cache.together({place: len(ids) for place, ids in chunks.items()})
-            outputs = self._keep(self._forward(group, [chunks[place] for place in group]), "main")
-            if not parts:
-                self._check_head(outputs)
+            # Of a chunk, those of the wanted positions that are not in later ones.
+            wanted = {
+                place: max(0, min(len(chunks[place]), last[place] - (len(waiting[place]) - len(chunks[place]))))
+                for place in group
+            }
+            width = max(1, *wanted.values())
+            outputs = self._keep(self._run(group, [chunks[place] for place in group], width), "main", width)
+            self._check_head(outputs)
             for position, place in enumerate(group):
-                if self._keep_prompt:
+                if hidden is not None:
                     self._note(hidden[place], position, len(chunks[place]))
+                if wanted[place]:
+                    end = (position + 1) * width
+                    index = torch.arange(end - wanted[place], end, device=outputs.logits.device)
+                    parts[place].append(outputs.select(index))
                 waiting[place] = waiting[place][len(chunks[place]) :]
                 if not waiting[place]:
-                    parts[place] = outputs.select(torch.tensor([position], device=outputs.logits.device))
                     del waiting[place]
-        return BranchOutputs.concatenate([parts[place] for place in tokens])
+        return BranchOutputs.concatenate([part for own in parts.values() for part in own])
 
     def _note(self, known: dict[int, Tensor], position: int, count: int) -> None:
         """Add the hidden states of the last ``count`` tokens at a position of the last forward."""

@@ -25,9 +25,10 @@ class ConstrainedBeam(SearchStrategy):
     """Beam search over outputs that hold every one of some phrases, anywhere and in any order.
 
     Dynamic beam allocation (Post and Vilar, 2018, arXiv:1804.06609, section 3): beside the most likely continuations each
-    hypothesis's own best and those that begin or go on with a phrase are tried, and beams are shared out between hypotheses that have met equally many tokens.
-    A hypothesis may only end by EOS when it has met all; a row whose hypotheses all run into a limit before fails.
-    Helps where words are given (terminology in translation); a constraint with a grammar says more, and needs no beams.
+    hypothesis's own best and those that begin or go on with a phrase are tried, and beams are shared out between hypotheses
+    that have met equally many tokens. A hypothesis may only end by EOS when it has met all; a row whose hypotheses all run
+    into a limit before fails. Helps where words are given (terminology in translation); a constraint with a grammar says
+    more, and needs no beams.
 
     A phrase is a text, or several of which one will do. A text is tokenized both as it stands and with a space before it.
 

@@ -1,0 +1,200 @@
+"""What drafters are told and what they propose.
+
+A *draft* is a tree of tokens that may follow a row; the target model scores all of its nodes in one forward, and the longest
+path that agrees with what it would have chosen is kept. Verification is exact whatever a drafter proposes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from decodekit.core.errors import PluginError
+from decodekit.core.random import Stream
+from decodekit.core.types import BranchOutputs
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A row that is to be drafted for.
+
+    Attributes:
+        row: its number; forks have new ones.
+        prompt_ids: of its main branch, without pads.
+        tokens: the output so far.
+        stream: its random stream; drafters draw from lanes at ``DRAFT_LANE`` and above.
+    """
+
+    row: int
+    prompt_ids: Sequence[int]
+    tokens: Sequence[int]
+    stream: Stream
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and output."""
+        return [*self.prompt_ids, *self.tokens]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may follow a row.
+
+    Attributes:
+        tokens: [G] a node each.
+        parents: [G] the node that each follows, -1 for the row itself; a chain when left out. A parent comes before its
+            children, and no two children of a parent have the same token.
+        q: [G, V] the distribution that each token was drawn from, given its parent; left out where none was drawn from.
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+    q: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def parent_of(self) -> Sequence[int]:
+        """[G] parents, also of a chain."""
+        return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+
+    def children(self, node: int) -> list[int]:
+        """The nodes that follow a node (-1: the row itself), in order."""
+        return [child for child, parent in enumerate(self.parent_of) if parent == node]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first to this one."""
+        nodes = list[int]()
+        while node >= 0:
+            nodes.append(node)
+            node = self.parent_of[node]
+        return nodes[::-1]
+
+    def leaves(self) -> list[int]:
+        """The nodes that nothing follows, in order."""
+        inner = set(self.parent_of)
+        return [node for node in range(len(self.tokens)) if node not in inner]
+
+    def pruned(self, most: int) -> Draft:
+        """Its first ``most`` nodes; their parents are among them."""
+        if len(self.tokens) <= most:
+            return self
+        parents = None if self.parents is None else self.parents[:most]
+        return Draft(self.tokens[:most], parents, None if self.q is None else self.q[:most])
+
+    def check(self, budget: int, vocab: int, kind: str) -> None:
+        """Refuse what cannot be verified.
+
+        Raises:
+            PluginError: more nodes than asked for, an id beyond the vocabulary, a parent behind its child, twins, a ``q`` of
+                another shape, or one that its token cannot have been drawn from.
+        """
+        parents = list(self.parent_of)
+        twins = len({*zip(parents, self.tokens, strict=False)}) < len(self.tokens)
+        given = None if self.q is None else tuple(self.q.shape)
+        if (
+            len(self.tokens) > budget
+            or any(not 0 <= token < vocab for token in self.tokens)
+            or len(parents) != len(self.tokens)
+            or any(not -1 <= parent < node for node, parent in enumerate(parents))
+            or twins
+            or given not in (None, (len(self.tokens), vocab))
+            or (self.q is not None and any(self.q[node, token] <= 0 for node, token in enumerate(self.tokens)))
+        ):
+            raise PluginError(
+                f"drafter {kind!r} proposed tokens {list(self.tokens)} with parents {parents} and q {given}; expected at most "
+                f"{budget} different tokens below {vocab}, each after its parent, and each drawn from its row of q"
+            )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of one row's draft.
+
+    Attributes:
+        row: the row as it is now.
+        accepted: the nodes that were accepted, in order.
+        draft: what was proposed.
+        outputs: the main branch's outputs at the row itself and after each node, [1 + G, ...]: of the token that was last
+            before the draft, then of the draft's.
+    """
+
+    row: DraftRow
+    accepted: Sequence[int]
+    draft: Draft
+    outputs: BranchOutputs
+
+
+class DraftState(ABC):
+    """What a drafter keeps for the rows of one call."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftRow], budgets: Sequence[int]) -> Sequence[Draft]:
+        """[R] drafts of at most so many nodes each; an empty one where there is nothing to propose."""
+
+    def observe(self, verified: Sequence[Verified]) -> None:  # noqa: B027  many keep nothing
+        """Learn from what a forward of the target model gave; also called for rows without a draft."""
+
+    def fork(self, children: Mapping[int, int]) -> None:  # noqa: B027  many keep nothing
+        """New rows have come from others: a new row, its parent."""
+
+    def release(self, rows: Sequence[int]) -> None:  # noqa: B027  many keep nothing
+        """These rows are over."""
+
+    def close(self) -> None:  # noqa: B027  many keep nothing
+        """The call is over."""
+
+
+class Runner(Protocol):
+    """A cached model that a drafter runs beside the target; rows are numbered as the target's."""
+
+    model: Any
+
+    def forward(
+        self, tokens: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None
+    ) -> dict[int, BranchOutputs]:
+        """Forward the next tokens of rows (all of a prompt at first); the outputs at the ``last`` (1) positions of each."""
+
+    def rollback(self, drop: Mapping[int, int]) -> None:
+        """Take back the last tokens of rows."""
+
+    def fork(self, children: Mapping[int, int]) -> None:
+        """Begin rows as copies of others."""
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Let go of rows."""
+
+
+class DraftHost(Protocol):
+    """What the loop gives a drafter at the start of a call.
+
+    Attributes:
+        model: the target model.
+        tokenizer: its tokenizer, or ``None``.
+        sample: whether tokens are drawn; otherwise the most likely one is taken.
+        vocab: width of the target's logits.
+    """
+
+    model: Any
+    tokenizer: Any
+    sample: bool
+    vocab: int
+
+    def runner(self, model: Any, *, layers: Sequence[int] = ()) -> Runner:
+        """Another model over a cache of its own.
+
+        Args:
+            model: a loaded model, or the name under which one was bound.
+            layers: hidden layers to keep in its outputs.
+
+        Raises:
+            InputError: no model of that name was bound.
+        """
+
+    def probabilities(self, rows: Sequence[DraftRow], ahead: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """[R, V] logits of the token after each row and the tokens drafted for it, as the target's rules would shape them."""
