@@ -62,11 +62,13 @@ class Rule(Plugin):
     A token already at ``-inf`` stays there. The given tensor may be shared: return a new one.
 
     Attributes:
-        sampling_only: reshapes the distribution without changing its argmax, so that greedy decoding skips it.
+        sampling_only: reshapes what is sampled from, so that greedy decoding skips it.
+        keeps_best: a ``sampling_only`` rule never drops the most likely token; some do so on purpose.
         capturable: has no host synchronisation, so that a CUDA graph can hold it.
     """
 
     sampling_only: ClassVar[bool] = False
+    keeps_best: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
 
     @abstractmethod
