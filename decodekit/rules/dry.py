@@ -30,8 +30,12 @@ class Dry(Rule):
     cost: ClassVar[str] = "O(V + 50 L)"
 
     kind: Literal["dry"] = "dry"
-    multiplier: float = Field(0.8, description="penalty of the shortest repetition that has one; 0 is none", ge=0, allow_inf_nan=False)
-    base: float = Field(1.75, description="each further token of a repetition multiplies the penalty by it", ge=1, allow_inf_nan=False)
+    multiplier: float = Field(
+        0.8, description="penalty of the shortest repetition that has one; 0 is none", ge=0, allow_inf_nan=False
+    )
+    base: float = Field(
+        1.75, description="each further token of a repetition multiplies the penalty by it", ge=1, allow_inf_nan=False
+    )
     allowed_length: int = Field(2, description="longest repetition, in tokens, whose next token costs multiplier", ge=1)
     range: int = Field(0, description="last tokens of the history that are searched; 0 is all", ge=0)
     scope: Scope = Field("both", description="where the earlier occurrence must lie: prompt, output or both")
@@ -51,14 +55,10 @@ class Dry(Rule):
             raise InputError(f"dry: {self.sequence_breakers[0]!r} is not tokenized yet; use rule.resolve(tokenizer)")
         if self.multiplier == 0 or rows.tokens.shape[1] < 2:
             return logits
-        vocab_size = logits.shape[-1]
-        following = rows.tokens[:, 1:]
-        lengths = self._match_lengths(rows)
-        # An id that the logits do not reach (a tokenizer larger than the head) cannot come next.
-        lengths = lengths.where((following < vocab_size) & ~self._breaks(following), 0)
-        longest = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device).scatter_reduce_(
-            1, following.clamp(max=vocab_size - 1), lengths, "amax"
-        )
+        following, reached = (values[:, 1:] for values in rows.occurrences(logits.shape[-1], self.scope))
+        lengths = self._match_lengths(rows).where(reached & ~self._breaks(following), 0)
+        longest = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+        longest = longest.scatter_reduce(1, following, lengths, "amax")
         wide = torch.promote_types(logits.dtype, torch.float32)
         penalty = self.multiplier * torch.pow(self.base, (longest - self.allowed_length).to(wide))
         return (logits - penalty.where(longest >= self.allowed_length, 0.0)).to(logits.dtype)

@@ -16,7 +16,8 @@ from decodekit.core.types import Rows
 class Eta(Rule):
     """Keep the tokens of probability min(epsilon, sqrt(epsilon) exp(-entropy)) or more, and the most likely one anyway.
 
-    Hewitt, Manning and Liang, 2022, arXiv:2210.15191, with the alpha = sqrt(epsilon) that the paper uses. Unlike a fixed threshold it leaves an unsure model its many rare tokens. Cost: a softmax.
+    Hewitt, Manning and Liang, 2022, arXiv:2210.15191, with the paper's alpha = sqrt(epsilon). Unlike a fixed threshold it
+    leaves an unsure model its many rare tokens. Cost: a softmax.
     """
 
     cost: ClassVar[str] = "O(V)"

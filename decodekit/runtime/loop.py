@@ -156,11 +156,14 @@ class Loop:
                 if isinstance(task, SequenceTask) and sequence is task.root:
                     task.begin(_select(outputs, position))
                     continue
-                if position in picked.failures:
-                    sequence.fail(picked.failures[position])
+                try:
+                    if position in picked.failures:
+                        raise RowError(picked.failures[position])
+                    pieces[position] = self._commit(sequence, view.tokens[position], position, view)
+                except RowError as error:
+                    sequence.fail(str(error))
                 else:
                     taken[sequence.row], committed[position] = view.tokens[position], True
-                    pieces[position] = self._commit(sequence, view.tokens[position], position, view)
                 if isinstance(task, SequenceTask):
                     task.grew(sequence)
             if isinstance(task, SequenceTask):
