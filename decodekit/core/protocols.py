@@ -59,7 +59,8 @@ class Plugin(BaseModel):
 class Rule(Plugin):
     """Changes the logits of each position on its own: a penalty, a warper, a ban.
 
-    A token already at ``-inf`` stays there. The given tensor may be shared: return a new one.
+    A token already at ``-inf`` stays there. The given tensor may be shared: return a new one. A ``RowError`` ends the rows
+    for which it is raised: a call that raises one is repeated for each position alone.
 
     Attributes:
         sampling_only: reshapes what is sampled from, so that greedy decoding skips it.

@@ -558,9 +558,11 @@ class Refusing(Rule):
     kind: Literal["refusing"] = "refusing"
     token: int
     step: int = 3
-    hook: Literal["call", "commit"] = "call"
+    hook: Literal["call", "commit", "init_state"] = "call"
 
     def init_state(self, request):
+        if self.hook == "init_state" and request.prompt_ids[0] == self.token:
+            raise RowError("enough")
         return request.prompt_ids[0], 0
 
     def commit(self, state, token, logits):
@@ -574,12 +576,13 @@ class Refusing(Rule):
         return logits
 
 
-@pytest.mark.parametrize("hook", ["call", "commit"])
-def test_a_row_for_which_a_rule_raises_ends_alone(model, padded, hook) -> None:
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+@pytest.mark.parametrize("hook", ["call", "commit", "init_state"])
+def test_a_row_for_which_a_rule_raises_ends_alone(model, padded, hook, cache) -> None:
     inputs = padded(PROMPTS[:3])
     expected = model.generate(**inputs, max_new_tokens=6, eos_token_id=None)
-    expected[2, 7 + 3 :] = 0
-    decoder = decodekit.Decoder(Recipe(rules=(Refusing(token=50, hook=hook),)))
+    expected[2, 7 + (0 if hook == "init_state" else 3) :] = 0
+    decoder = decodekit.Decoder(Recipe(rules=(Refusing(token=50, hook=hook),), cache={"kind": cache}))
     with pytest.warns(RuntimeWarning, match=r"row 2 \(prompt 2\) ended early: (rule 'refusing': )?enough"):
         ours = model.generate(**inputs, max_new_tokens=6, eos_token_id=None, custom_generate=decoder)
     assert torch.equal(ours, expected)
