@@ -43,8 +43,11 @@ def _options(plugin: type[Plugin]) -> str:
 
 
 def _source(plugin: type[Plugin]) -> str:
-    found = re.search(r"arXiv:(\d{4}\.\d{5})", inspect.getdoc(plugin) or "")
-    return f"[{found[1]}](https://arxiv.org/abs/{found[1]})" if found else ""
+    text = inspect.getdoc(plugin) or ""
+    if found := re.search(r"arXiv:(\d{4}\.\d{5})", text):
+        return f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+    found = re.search(r"https://\S+\w", text)
+    return f"[web]({found[0]})" if found else ""
 
 
 if __name__ == "__main__":

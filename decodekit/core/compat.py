@@ -26,6 +26,7 @@ from transformers.generation import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    WatermarkLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -323,6 +324,14 @@ def _made_processors(
         device=input_ids.device,
         model_kwargs=dict(model_kwargs),
     )
+
+
+class WatermarkProcessor(WatermarkLogitsProcessor):
+    """Transformers' watermark; by itself it fails where none of the candidates that ``selfhash`` tries is green."""
+
+    def _score_rejection_sampling(self, input_seq: Tensor, scores: Tensor) -> Tensor:
+        # An empty list becomes a tensor of floats, which cannot index.
+        return super()._score_rejection_sampling(input_seq, scores).long()
 
 
 @dataclass

@@ -60,14 +60,17 @@ class Plugin(BaseModel):
 class Rule(Plugin):
     """Changes the logits of each position on its own: a penalty, a warper, a ban.
 
-    A token already at ``-inf`` stays there. The given tensor may be shared: return a new one.
+    A token already at ``-inf`` stays there. The given tensor may be shared: return a new one. A ``RowError`` ends the rows
+    for which it is raised: a call that raises one is repeated for each position alone.
 
     Attributes:
-        sampling_only: reshapes the distribution without changing its argmax, so that greedy decoding skips it.
+        sampling_only: reshapes what is sampled from, so that greedy decoding skips it.
+        keeps_best: a ``sampling_only`` rule never drops the most likely token; some do so on purpose.
         capturable: has no host synchronisation, so that a CUDA graph can hold it.
     """
 
     sampling_only: ClassVar[bool] = False
+    keeps_best: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
 
     @abstractmethod

@@ -2,8 +2,10 @@
 
 Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "prompt_ids", "rows": [{"prompt", "seed",
 "sample"}, ...]}``, the last two one entry a row. Token record: ``{"type": "token", "row", "position", "id", "text", "prob",
-"entropy", "legal", "alternatives": [{"stage", "top": [[id, text, prob], ...]}, ...]}`` and what the strategy notes
-(``premature_layer``, ``divergence``, ...); entropy is in nats. Event record: ``{"type": "event", "event", ...}``.
+"entropy", "legal", "shift", "alternatives": [{"stage", "top": [[id, text, prob], ...]}, ...]}`` and what the strategy notes
+(``premature_layer``, ``divergence``, ...); entropy is in nats, and so is shift, how far the strategy moved the model's own
+distribution: the Jensen-Shannon divergence between the two before any rule, from 0 to log 2. Event record: ``{"type":
+"event", "event", ...}``.
 """
 
 from __future__ import annotations

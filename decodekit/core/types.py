@@ -210,12 +210,18 @@ class Rows:
             return column < prompt
         return (column < length) & (column >= prompt) if scope == "output" else column < length
 
+    def occurrences(self, vocab_size: int, scope: Scope) -> tuple[Tensor, Tensor]:
+        """[P, L] int64 ids below ``vocab_size``, and [P, L] bool: where one of them stands in the scope.
+
+        A prompt may hold ids that the logits do not reach (a tokenizer larger than the head): they stand nowhere.
+        """
+        return self.tokens.clamp(max=vocab_size - 1), self.within(scope) & (self.tokens < vocab_size)
+
     def counts(self, vocab_size: int, scope: Scope) -> Tensor:
         """[P, V] float32: how often each token stands in the scope of each position."""
+        ids, counted = self.occurrences(vocab_size, scope)
         counts = torch.zeros(len(self), vocab_size, device=self.tokens.device)
-        # A prompt may hold ids that the logits do not reach (a tokenizer larger than the head): they are nobody's count.
-        counted = self.within(scope) & (self.tokens < vocab_size)
-        return counts.scatter_add_(1, self.tokens.clamp(max=vocab_size - 1), counted.to(counts.dtype))
+        return counts.scatter_add_(1, ids, counted.to(counts.dtype))
 
     def tail(self, count: int) -> Tensor:
         """[P, count] int64: the last tokens of each history; -1, which equals no token, where it is shorter."""

@@ -54,7 +54,8 @@ class BadWords(Rule):
         if self.words:
             raise InputError(f"bad_words: {self.words[0]!r} is not tokenized yet; use rule.resolve(tokenizer)")
         for sequences in _by_length(self.ids):
-            check_ids((token for sequence in sequences for token in sequence), logits.shape[-1], "bad_words")
+            # The tokens before the last may lie in the prompt, which may hold more ids than the logits reach.
+            check_ids((sequence[-1] for sequence in sequences), logits.shape[-1], "bad_words")
             banned = constant(sequences, torch.int64, logits.device)
             preceding, last = banned[:, :-1], banned[:, -1]
             completed = (rows.tail(preceding.shape[1]).unsqueeze(1) == preceding).all(-1)

@@ -31,7 +31,6 @@ class NoRepeatNgram(Rule):
             return logits
         ngrams = rows.tokens.unfold(1, self.n, 1)
         inside = rows.within(self.scope).unfold(1, self.n, 1).all(-1)
-        repeats = inside & (ngrams[..., :-1] == rows.tail(self.n - 1).unsqueeze(1)).all(-1)
-        return logits.scatter_reduce(
-            1, ngrams[..., -1], torch.where(repeats, -math.inf, math.inf).to(logits.dtype), "amin"
-        )
+        last, reached = (values[:, self.n - 1 :] for values in rows.occurrences(logits.shape[-1], self.scope))
+        repeats = inside & reached & (ngrams[..., :-1] == rows.tail(self.n - 1).unsqueeze(1)).all(-1)
+        return logits.scatter_reduce(1, last, torch.where(repeats, -math.inf, math.inf).to(logits.dtype), "amin")

@@ -31,8 +31,9 @@ class RepetitionPenalty(Rule):
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         if self.penalty == 1:
             return logits
-        scores = logits.gather(1, rows.tokens)
+        ids, occurred = rows.occurrences(logits.shape[-1], self.scope)
+        scores = logits.gather(1, ids)
         penalized = torch.where(scores > 0, scores / self.penalty, scores * self.penalty)
         # A penalty moves every score the same way, so that a token that occurs often is still penalized once.
         mode, nothing = ("amin", math.inf) if self.penalty > 1 else ("amax", -math.inf)
-        return logits.scatter_reduce(1, rows.tokens, penalized.where(rows.within(self.scope), nothing), mode)
+        return logits.scatter_reduce(1, ids, penalized.where(occurred, nothing), mode)

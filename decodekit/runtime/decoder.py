@@ -184,7 +184,9 @@ class Recorder:
         self._hidden: list[Any] | None = [] if wanted and config.output_hidden_states else None
 
     def take(self, record: StepRecord) -> None:
-        """One step."""
+        """One step; one in which all rows failed gave no token, and is not part of what is returned."""
+        if all(sequence.error is not None for sequence in record.sequences):
+            return
         main, rows, pad = self._call.loop.sessions[0], len(self._call.tasks), self._call.settings.pad
         live = [sequence.row for sequence in record.sequences]
         if self._scores is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
 from decodekit.core import compat
-from decodekit.core.errors import PluginError, RowError
+from decodekit.core.errors import InputError, PluginError, RowError
 from decodekit.core.protocols import Rule, TokenStrategy
 from decodekit.core.random import SEARCH_LANE, uniform
 from decodekit.core.search import Group, Hypothesis
@@ -109,7 +109,10 @@ class Loop:
         ]
         for task in tasks:
             root = task.root
-            root.states = [self._initial(step, root.request) for _, step in pipeline.steps]
+            try:
+                root.states = [self._initial(step, root.request) for _, step in pipeline.steps]
+            except (InputError, RowError) as error:
+                root.fail(str(error))
             if root.finish_reason is None:
                 self._history.add(root.row, root.request.prompt_ids)
 
@@ -156,11 +159,14 @@ class Loop:
                 if isinstance(task, SequenceTask) and sequence is task.root:
                     task.begin(_select(outputs, position))
                     continue
-                if position in picked.failures:
-                    sequence.fail(picked.failures[position])
+                try:
+                    if position in picked.failures:
+                        raise RowError(picked.failures[position])
+                    pieces[position] = self._commit(sequence, view.tokens[position], position, view)
+                except RowError as error:
+                    sequence.fail(str(error))
                 else:
                     taken[sequence.row], committed[position] = view.tokens[position], True
-                    pieces[position] = self._commit(sequence, view.tokens[position], position, view)
                 if isinstance(task, SequenceTask):
                     task.grew(sequence)
             if isinstance(task, SequenceTask):

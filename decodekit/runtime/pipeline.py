@@ -1,7 +1,7 @@
 """From scores to tokens: the chain of rules, the invariant after it, and the pick.
 
 After every chain each row must have a finite maximum: no NaN, no +inf, at least one legal token. A row that has none is
-handled by the named fallback, for that row alone.
+handled by the named fallback, for that row alone. A rule that raises ``RowError`` fails the rows for which it does so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from decodekit.core.errors import DecodekitError, PluginError
+from decodekit.core.errors import DecodekitError, PluginError, RowError
 from decodekit.core.random import TOKEN_LANE, inverse_cdf
 from decodekit.core.types import Rows, draw
 
@@ -76,16 +76,19 @@ class Pipeline:
             record: keep the logits after every rule.
         """
         logits, stages = scores, [("scores", scores)]
+        failures: dict[int, str] = {}
         for index, (name, _) in enumerate(self.steps):
-            logits = self._apply(index, rows, logits, states)
+            try:
+                logits = self._apply(index, rows, logits, states)
+            except RowError:
+                logits = self._apply_one_by_one(index, rows, logits, states, failures)
             stages.append((name, logits))
         top, tokens = logits.max(-1)
-        failures: dict[int, str] = {}
         broken = ~torch.isfinite(top)
         if bool(broken.any()):
             logits = logits.clone()
             for position in broken.nonzero().flatten().tolist():
-                row = self._rescue(position, rows, stages, states)
+                row = failures.get(position) or self._rescue(position, rows, stages, states)
                 if isinstance(row, str):
                     failures[position] = row
                     # Any legal row will do: what is picked here is thrown away.
@@ -114,6 +117,29 @@ class Pipeline:
             raise PluginError(f"rule {name!r} returned {given}; expected {tuple(logits.shape)} {logits.dtype}")
         return result
 
+    def _apply_one_by_one(
+        self,
+        index: int,
+        rows: Rows,
+        logits: Tensor,
+        states: Sequence[Sequence[Any]],
+        failures: dict[int, str],
+    ) -> Tensor:
+        """A step on each position alone, to find those that it fails; they keep their logits and join ``failures``."""
+        parts = []
+        for position in range(len(rows)):
+            part = logits[position : position + 1]
+            try:
+                part = self._alone(index, position, rows, part, states)
+            except RowError as error:
+                failures.setdefault(position, f"rule {self.steps[index][0]!r}: {error}")
+            parts.append(part)
+        return torch.cat(parts)
+
+    def _alone(self, index: int, position: int, rows: Rows, logits: Tensor, states: Sequence[Sequence[Any]]) -> Tensor:
+        """A step on the logits [1, V] of one position."""
+        return self._apply(index, select(rows, [position]), logits, [[column[position]] for column in states])
+
     def _rescue(
         self,
         position: int,
@@ -136,9 +162,9 @@ class Pipeline:
         broken = next(index for index, (_, logits) in enumerate(stages) if not torch.isfinite(logits[position].max()))
         if self.fallback == "relax":
             # Only what broke the row is left out: the rules behind it still hold.
-            own, logits = select(rows, [position]), stages[broken - 1][1][position : position + 1]
+            logits = stages[broken - 1][1][position : position + 1]
             for index in range(broken, len(self.steps)):
-                result = self._apply(index, own, logits, [[column[position]] for column in states])
+                result = self._alone(index, position, rows, logits, states)
                 logits = result if torch.isfinite(result.max()) else logits
             return logits[0]
         if self.fallback == "raw":

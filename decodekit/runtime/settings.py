@@ -19,11 +19,15 @@ from decodekit.core.protocols import Rule, SearchStrategy
 from decodekit.recipe import Generation, Recipe
 
 # An option that the call names takes the place of the recipe's rule of this kind ...
-_RULE_OF = {
-    "temperature": ("temperature", "t"),
-    "top_k": ("top_k", "k"),
-    "top_p": ("top_p", "p"),
-    "min_p": ("min_p", "p"),
+_RULE_OF: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "temperature": ("temperature", "t", {}),
+    "top_h": ("top_h", "h", {"mode": "compat"}),  # the option promises the numbers of generate
+    "top_k": ("top_k", "k", {}),
+    "top_p": ("top_p", "p", {}),
+    "min_p": ("min_p", "p", {}),
+    "typical_p": ("typical", "p", {}),
+    "epsilon_cutoff": ("epsilon", "epsilon", {}),
+    "eta_cutoff": ("eta", "epsilon", {}),
 }
 # ... or, where transformers makes a processor of it, only puts that rule out of force ...
 _PROCESSOR_OF = {
@@ -32,9 +36,9 @@ _PROCESSOR_OF = {
     "bad_words_ids": "bad_words",
     "min_new_tokens": "min_length",
     "min_length": "min_length",
+    "watermarking_config": "watermark",
 }
-# ... and these warpers have no rule yet: transformers' own follow the recipe's rules.
-_WARPERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_OFF_AT_ZERO = ("top_k", "min_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @dataclass(frozen=True)
@@ -189,15 +193,15 @@ def merge_rules(rules: tuple[Rule, ...], settings: Settings) -> tuple[Rule, ...]
     merged = [rule for rule in rules if rule.kind not in gone and (sample or not rule.sampling_only)]
     if not sample:
         return tuple(merged)
-    for option, (kind, field) in _RULE_OF.items():
+    for option, (kind, field, more) in _RULE_OF.items():
         value = getattr(settings.config, option)
         if option not in settings.named or value is None:
             continue
         place = next((index for index, own in enumerate(merged) if own.kind == kind), None)
         merged = [own for own in merged if own.kind != kind]
-        if option in ("top_k", "min_p") and value == 0:  # how generate says "off"
+        if option in _OFF_AT_ZERO and value == 0:  # how generate says "off"
             continue
-        rule: Any = registry.create("rules", {"kind": f"{registry.OWN_DISTRIBUTION}:{kind}", field: value})
+        rule: Any = registry.create("rules", {"kind": f"{registry.OWN_DISTRIBUTION}:{kind}", field: value, **more})
         if place is None:
             # Temperature comes before what cuts the distribution, as in generate.
             cuts = (index for index, own in enumerate(merged) if own.sampling_only)
@@ -218,8 +222,7 @@ def processor_options(settings: Settings, *, rules: bool, room: int, prompt_toke
     config = copy.copy(settings.config)
     config.max_length = prompt_tokens + room
     if rules:
-        config.temperature, config.top_k, config.top_p, config.min_p = 1.0, 0, 1.0, None
-        for option in _WARPERS:
-            if option not in settings.named:
-                setattr(config, option, None)
+        config.temperature, config.top_k, config.top_p = 1.0, 0, 1.0
+        for option in ("top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            setattr(config, option, None)
     return config

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decodekit.core.trace import TraceWriter
+from decodekit.kernels.layer_divergence import layer_divergence
 from decodekit.runtime.loop import StepRecord
 from decodekit.runtime.tasks import Task
 
@@ -41,6 +42,10 @@ def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int],
     entropy = torch.where(log_probs == -torch.inf, 0.0, -log_probs.exp() * log_probs).sum(-1).tolist()
     legal = (final > -torch.inf).sum(-1).tolist()
     chosen = log_probs.exp().gather(-1, record.picked.tokens.unsqueeze(-1)).squeeze(-1).tolist()
+    [(_, scores), *_] = record.picked.stages
+    plain = record.outputs["main"].logits.log_softmax(-1)
+    # Rounding may leave a little less than nothing.
+    shift = layer_divergence(plain, scores.log_softmax(-1).unsqueeze(0))[0].clamp(min=0).tolist()
     stages = [(name, *_top(logits)) for name, logits in record.picked.stages]
     notes = {name: values.tolist() for name, values in record.outputs.annotations.items()}
     for position, (sequence, token) in enumerate(zip(record.sequences, record.tokens, strict=True)):
@@ -55,6 +60,7 @@ def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int],
             prob=chosen[position],
             entropy=entropy[position],
             legal=legal[position],
+            shift=shift[position],
             alternatives=[
                 {
                     "stage": name,

@@ -69,7 +69,7 @@ def check_rule(
     It is a value: frozen, hashable, equal to what its own dump builds. It keeps shape and dtype, edits nothing it is
     given, brings no masked token back, makes no NaN or infinity out of finite logits, gives the same result twice. A
     position depends on itself alone: not on its neighbours or their order, on a NaN among them, or on what lies beyond
-    its history. States are values. A ``sampling_only`` rule keeps the most likely token.
+    its history. States are values. A ``sampling_only`` rule keeps the most likely token, unless ``keeps_best`` is off.
 
     Args:
         rule: the rule; its texts are resolved with ``tokenizer``.
@@ -212,7 +212,7 @@ class _RuleLaws:
             )
 
     def check_argmax(self, result: Tensor) -> None:
-        if not self.rule.sampling_only:
+        if not (self.rule.sampling_only and self.rule.keeps_best):
             return
         best = _first_best(self.logits)
         for position, (before, after) in enumerate(zip(best.tolist(), _first_best(result).tolist(), strict=True)):

@@ -1,10 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 import decodekit
 from decodekit import InputError, Refused, Rule
+from decodekit.core import registry
+from decodekit.core.random import Stream, prompt_digest
+from decodekit.core.types import Request
 from decodekit.rules.frequency_penalty import FrequencyPenalty
 from decodekit.rules.min_length import MinLength
+from decodekit.testing import make_rows
 
 pytestmark = pytest.mark.integration
 
@@ -27,6 +33,44 @@ def test_the_first_call_tells_where_the_prompt_ends(dense, tokenizer) -> None:
     processor = decodekit.as_logits_processor(MinLength(n=6), tokenizer)
     output = dense.generate(torch.tensor([[5, 17, 42]]), logits_processor=[processor], max_new_tokens=6, eos_token_id=1)
     assert output.shape[1] == 9
+
+
+RULES = [
+    {"kind": "typical", "p": 0.6},
+    {"kind": "epsilon", "epsilon": 0.02},
+    {"kind": "eta", "epsilon": 0.02},
+    {"kind": "top_h", "h": 0.5},
+    {"kind": "top_h", "h": 0.5, "mode": "compat"},
+    {"kind": "xtc", "threshold": 0.02, "probability": 0.6},
+    {"kind": "dry", "allowed_length": 1, "multiplier": 2.0},
+    {"kind": "watermark"},
+    {"kind": "watermark", "seeding_scheme": "selfhash", "context_width": 3},
+    {"kind": "mirostat", "tau": 1.0},
+]
+
+
+@pytest.mark.parametrize("spec", RULES, ids=str)
+def test_a_rule_does_the_same_in_a_recipe_in_python_and_under_plain_generate(model, tokenizer, spec) -> None:
+    prompts = [[5, 17, 42, 8, 42], [9, 9], [30, 61, 30], [77, 12, 4, 77]]
+    ids = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in prompts])
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "do_sample": True, "top_k": 0, **options}
+    recipe = decodekit.load({"rules": [spec], "generation": {"seed": 5}}).bind(tokenizer=tokenizer)
+    ours = model.generate(**inputs, custom_generate=recipe)
+    rule = registry.create("rules", spec)
+    streams = [Stream(5, 0, prompt_digest(prompt)) for prompt in prompts]
+    requests = [Request(row, tuple(prompt), streams[row]) for row, prompt in enumerate(prompts)]
+    rows = make_rows(prompts, states=[rule.init_state(request) for request in requests])
+    python = rule.resolve(tokenizer)(replace(rows, streams=streams), ours.logits[0])
+    assert torch.equal(ours.scores[0], python)
+    assert not torch.equal(python, ours.logits[0])
+    if spec["kind"] == "mirostat":
+        with pytest.raises(Refused, match="rule 'mirostat' keeps state for each row"):
+            decodekit.as_logits_processor(rule, tokenizer)
+        return
+    processor = decodekit.as_logits_processor(rule, tokenizer, seed=5)
+    plain = model.generate(**inputs, logits_processor=[processor])
+    torch.testing.assert_close(plain.scores[0], python.float())
 
 
 class Stateful(Rule):

@@ -79,3 +79,8 @@ def test_says_what_is_missing() -> None:
 def test_refuses_empty_words_and_negative_ids(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"at least 1|greater than or equal to 0"):
         BadWords(**options)
+
+
+def test_ids_beyond_the_logits_may_stand_before_the_last() -> None:
+    result = BadWords(ids=((120, 3),))(make_rows([[5, 120], [120, 5]]), torch.zeros(2, 97))
+    assert (result == -torch.inf).nonzero().tolist() == [[0, 3]]

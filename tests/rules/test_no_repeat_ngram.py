@@ -60,3 +60,9 @@ def test_infinity_and_signed_zero_elsewhere_are_left_alone() -> None:
 def test_refuses_n_below_one() -> None:
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         NoRepeatNgram(n=0)
+
+
+def test_ids_beyond_the_logits_lead_to_bans_but_are_not_banned() -> None:
+    # 20 was followed by 3; after 3 stood 20, which has no logit.
+    assert banned(NoRepeatNgram(n=2), [[20, 3, 20], [3, 20, 3], [20, 3, 3]]) == [{3}, set(), {3}]
+    assert banned(NoRepeatNgram(n=1), [[8, 20]]) == [{8}]

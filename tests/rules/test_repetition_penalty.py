@@ -53,3 +53,9 @@ def test_columns_beyond_a_history_never_count() -> None:
 def test_refuses_what_is_no_penalty(penalty: float) -> None:
     with pytest.raises(ValidationError, match=r"greater than 0|finite"):
         RepetitionPenalty(penalty=penalty)
+
+
+@pytest.mark.parametrize(("penalty", "expected"), [(2.0, [2.0, 1.0, 2.0]), (0.5, [2.0, 4.0, 2.0])])
+def test_ids_beyond_the_logits_are_nobodys(penalty: float, expected: list[float]) -> None:
+    rows = make_rows([[1, 9, 3]])
+    assert RepetitionPenalty(penalty=penalty)(rows, torch.full((1, 3), 2.0)).tolist() == [expected]

@@ -1,5 +1,6 @@
 import time
 import warnings
+from typing import Literal
 
 import pytest
 import torch
@@ -7,8 +8,9 @@ from scipy import stats
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
 
 import decodekit
-from decodekit import Branch, InputError, Refused, RowError, TokenStrategy
+from decodekit import Branch, InputError, Refused, RowError, Rule, TokenStrategy
 from decodekit.core.random import Stream, inverse_cdf, prompt_digest, uniform
+from decodekit.recipe import Recipe
 from decodekit.testing import tiny_model
 from tests.runtime.conftest import PROMPTS
 
@@ -284,6 +286,31 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(model, padded) -> None:
         assert row[: len(solo)] == other[: len(solo)] == solo
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"kind": "mirostat", "tau": 2.0, "eta": 0.5},
+        {"kind": "xtc", "threshold": 0.05, "protected": []},
+        {"kind": "dry", "allowed_length": 1, "sequence_breakers": [], "multiplier": 9.0},
+        {"kind": "watermark", "seeding_scheme": "selfhash", "context_width": 4},
+        {"kind": "typical", "p": 0.5},
+        {"kind": "top_h", "h": 0.5},
+    ],
+    ids=lambda rule: rule["kind"],
+)
+def test_a_rule_gives_a_row_its_solo_run(model, padded, rule) -> None:
+    options = {"max_new_tokens": 10, "eos_token_id": None}
+    hot = {"kind": "temperature", "t": 2.0}
+
+    def decode(rules, prompts=PROMPTS):
+        decoder = decodekit.load({"rules": rules, "generation": {"do_sample": True, "seed": 11}})
+        return model.generate(**padded(prompts), **options, custom_generate=decoder)[:, -10:].tolist()
+
+    batch = decode([hot, rule])
+    assert batch == [decode([hot, rule], [prompt])[0] for prompt in PROMPTS]
+    assert batch != decode([hot])
+
+
 def test_copies_of_a_prompt_differ_and_seeds_reproduce(dense) -> None:
     ids = torch.tensor([[5, 17, 42]] * 10)
     first = dense.generate(ids, custom_generate=sampled(seed=3))
@@ -384,6 +411,20 @@ def test_watermark_comes_last_and_warpers_stay_beside_the_callers_own(dense, pad
         ([{"kind": "top_p", "p": 0.5}], {"temperature": 3.0}, {"temperature": 3.0, "top_p": 0.5}),
         ([{"kind": "temperature", "t": 2.0}], {"typical_p": 0.2}, {"temperature": 2.0, "typical_p": 0.2}),
         ([{"kind": "temperature", "t": 2.0}], {"min_p": 0.0}, {"temperature": 2.0}),
+        ([{"kind": "typical", "p": 0.9}], {"typical_p": 0.2}, {"typical_p": 0.2}),
+        ([{"kind": "epsilon", "epsilon": 0.3}], {"epsilon_cutoff": 0.02}, {"epsilon_cutoff": 0.02}),
+        ([{"kind": "eta", "epsilon": 0.3}], {"eta_cutoff": 0.02}, {"eta_cutoff": 0.02}),
+        ([{"kind": "top_h", "h": 0.9}], {"top_h": 0.3}, {"top_h": 0.3}),
+        (
+            [],
+            {"typical_p": 0.9, "top_h": 0.7, "temperature": 3.0},
+            {"typical_p": 0.9, "top_h": 0.7, "temperature": 3.0},
+        ),
+        (
+            [{"kind": "watermark", "bias": 9.0}],
+            {"watermarking_config": {"bias": 4.0}},
+            {"watermarking_config": {"bias": 4.0}},
+        ),
     ],
 )
 def test_an_option_that_the_call_names_beats_the_recipes_rule(dense, rules, named, equal) -> None:
@@ -509,6 +550,59 @@ def test_a_row_that_its_rules_break_ends_alone(dense, padded, value) -> None:
     expected = plain.clone()
     expected[2, 12 + 3 :] = 0
     assert torch.equal(ours, expected)
+
+
+class Refusing(Rule):
+    """Fails the rows whose prompt begins with a token, at one step, in a call or in commit."""
+
+    kind: Literal["refusing"] = "refusing"
+    token: int
+    step: int = 3
+    hook: Literal["call", "commit", "init_state"] = "call"
+
+    def init_state(self, request):
+        if self.hook == "init_state" and request.prompt_ids[0] == self.token:
+            raise RowError("enough")
+        return request.prompt_ids[0], 0
+
+    def commit(self, state, token, logits):
+        if self.hook == "commit" and state == (self.token, self.step):
+            raise RowError("enough")
+        return state[0], state[1] + 1
+
+    def __call__(self, rows, logits):
+        if self.hook == "call" and (self.token, self.step) in rows.states:
+            raise RowError("enough")
+        return logits
+
+
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+@pytest.mark.parametrize("hook", ["call", "commit", "init_state"])
+def test_a_row_for_which_a_rule_raises_ends_alone(model, padded, hook, cache) -> None:
+    inputs = padded(PROMPTS[:3])
+    expected = model.generate(**inputs, max_new_tokens=6, eos_token_id=None)
+    expected[2, 7 + (0 if hook == "init_state" else 3) :] = 0
+    decoder = decodekit.Decoder(Recipe(rules=(Refusing(token=50, hook=hook),), cache={"kind": cache}))
+    with pytest.warns(RuntimeWarning, match=r"row 2 \(prompt 2\) ended early: (rule 'refusing': )?enough"):
+        ours = model.generate(**inputs, max_new_tokens=6, eos_token_id=None, custom_generate=decoder)
+    assert torch.equal(ours, expected)
+
+
+def test_a_step_in_which_the_last_row_fails_is_not_returned(dense, padded) -> None:
+    decoder = decodekit.Decoder(Recipe(rules=(Refusing(token=50, step=4),)))
+    plain = dense.generate(**padded(PROMPTS[1:3]), max_new_tokens=1)[0, -1].item()
+    options = {
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_hidden_states": True,
+    }
+    with pytest.warns(RuntimeWarning, match="row 1 .*enough"):
+        output = dense.generate(**padded(PROMPTS[1:3]), **options, eos_token_id=plain, custom_generate=decoder)
+    assert output.sequences.shape[1] == 7 + 4
+    assert len(output.scores) == len(output.hidden_states) == 4
+    totals = dense.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+    assert totals.isfinite().all()
 
 
 @pytest.mark.parametrize("fallback", ["raw", "relax", "eos"])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from decodekit.core.errors import PluginError
+from decodekit.core.errors import PluginError, RowError
 from decodekit.runtime.pipeline import LANES_PER_RULE, Pipeline
 from decodekit.testing import make_rows
 
@@ -118,3 +118,33 @@ def test_sampling_never_draws_a_masked_token() -> None:
     pipe = Pipeline([("ban", ban(1, 2))], sample=True)
     picked = pick(pipe, [[0.0, 9.0, 9.0, 0.0]] * 500)
     assert set(picked.tokens.tolist()) == {0, 3}
+
+
+def refuse(token: int, why: str):
+    def step(rows, logits):
+        if (rows.tokens[:, 0] == token).any():
+            raise RowError(why)
+        return logits + torch.tensor(rows.states).unsqueeze(-1) * torch.tensor([0.0, 1.0, 0.0])
+
+    return step
+
+
+def test_a_row_for_which_a_rule_raises_fails_alone() -> None:
+    scores, states = torch.tensor([[3.0, 2.5, 0.0]] * 3), [[0.0, 0.0, 0.0], [0.0, 5.0, 1.0], [0.0] * 3]
+    pipe = pipeline(ban(2), refuse(8, "token 8 is too much"), refuse(8, "said twice"))
+    picked = pipe(make_rows([[7], [8], [9]]), scores, states, record=True)
+    assert picked.failures == {1: "rule 'rule1': token 8 is too much"}
+    for row, alone in ((0, 0), (2, 2)):
+        solo = pipe(make_rows([[7 + row]]), scores[:1], [[column[alone]] for column in states])
+        assert torch.equal(picked.final[row], solo.final[0])
+    assert picked.final[[0, 2]].tolist() == [[3.0, 2.5, -math.inf], [3.0, 3.5, -math.inf]]
+    assert picked.tokens[[0, 2]].tolist() == [0, 1]
+    assert [name for name, _ in picked.stages] == ["scores", "rule0", "rule1", "rule2"]
+
+
+@pytest.mark.parametrize("fallback", ["error", "raw", "relax", "eos"])
+def test_no_fallback_saves_a_row_that_a_rule_fails(fallback) -> None:
+    pipe = pipeline(refuse(8, "no"), ban(0, 1, 2), fallback=fallback, eos=(1,))
+    picked = pipe(make_rows([[7], [8]]), torch.tensor([[3.0, 1.0, 2.0]] * 2), [[0.0, 0.0]] * 2)
+    assert picked.failures[1] == "rule 'rule0': no"
+    assert (0 in picked.failures) == (fallback == "error")

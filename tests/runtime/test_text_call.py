@@ -241,6 +241,32 @@ def test_a_trace_tells_what_every_token_came_from(dense, tokenizer, tmp_path) ->
     ]
 
 
+@pytest.mark.parametrize("strategy", ["dola", "sample"])
+def test_a_trace_tells_how_far_the_strategy_moved_the_models_distribution(dense, tokenizer, tmp_path, strategy) -> None:
+    decoder = decodekit.load({"strategy": strategy, "generation": {"max_new_tokens": 4, "eos_token_id": 96}})
+    [output] = decoder.run(dense, tokenizer, "Who won?", trace=tmp_path / "trace.jsonl")
+    _, records = read_trace(tmp_path / "trace.jsonl")
+    found = [record["shift"] for record in records if record["type"] == "token"]
+    if strategy == "sample":
+        assert found == pytest.approx([0.0] * 4, abs=1e-12)
+        return
+    prompt = tokenizer("Who won?", return_tensors="pt").input_ids
+    raw = dense.generate(
+        prompt,
+        custom_generate=decoder,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    assert raw.sequences[0, prompt.shape[1] :].tolist() == output.token_ids
+    for shift, scores, logits in zip(found, raw.scores, raw.logits, strict=True):
+        p, q = scores.softmax(-1), logits.softmax(-1)
+        middle = (p + q) / 2
+        entropies = [torch.special.entr(values).sum() for values in (middle, p, q)]
+        assert shift == pytest.approx(float(entropies[0] - (entropies[1] + entropies[2]) / 2), abs=1e-9)
+        assert shift > 1e-3
+
+
 def test_what_is_not_a_trace_is_refused(tmp_path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"trace": 99}\n')
@@ -256,3 +282,15 @@ def test_options_beat_the_recipe_and_wrong_ones_are_named(dense, tokenizer) -> N
     assert len(decoder.run(dense, tokenizer, "a", max_new_tokens=3)[0].token_ids) == 3
     with pytest.raises(InputError, match=r"generation\.max_new_tokens: .*greater than or equal to 1"):
         decoder.run(dense, tokenizer, "a", max_new_tokens=0)
+
+
+@pytest.mark.parametrize("option", ["epsilon_cutoff", "eta_cutoff", "min_p", "top_k"])
+def test_an_option_of_zero_takes_the_recipes_rule_away(dense, tokenizer, option) -> None:
+    kind = option.removesuffix("_cutoff")
+    generation = {"do_sample": True, "seed": 2, "max_new_tokens": 20, "eos_token_id": 96}
+    cutting = {"kind": kind, {"min_p": "p", "top_k": "k"}.get(option, "epsilon"): 1 if option == "top_k" else 0.99}
+    hot = {"kind": "temperature", "t": 4.0}
+    cut, free = (decodekit.load({"rules": rules, "generation": generation}) for rules in ([hot, cutting], [hot]))
+    expected = free.run(dense, tokenizer, "a")[0].token_ids
+    assert cut.run(dense, tokenizer, "a", **{option: 0})[0].token_ids == expected
+    assert cut.run(dense, tokenizer, "a")[0].token_ids != expected

@@ -122,6 +122,13 @@ def test_only_sampling_rules_must_keep_the_most_likely_token(call: Callable[[Row
     check_rule(broken(call))
 
 
+def test_a_sampling_rule_that_says_so_may_drop_the_most_likely_token() -> None:
+    class Dropping(type(broken(without_first_of_ties, sampling=True))):
+        keeps_best: ClassVar[bool] = False
+
+    check_rule(Dropping())
+
+
 def test_a_rule_that_obeys_passes() -> None:
     check_rule(Good())
 
