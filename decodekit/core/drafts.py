@@ -26,12 +26,14 @@ class DraftRow:
         row: its number; forks have new ones.
         prompt_ids: of its main branch, without pads.
         tokens: the output so far.
+        request: which request it belongs to.
         stream: its random stream; drafters draw from lanes at ``DRAFT_LANE`` and above.
     """
 
     row: int
     prompt_ids: Sequence[int]
     tokens: Sequence[int]
+    request: int
     stream: Stream
 
     @property
@@ -197,4 +199,7 @@ class DraftHost(Protocol):
         """
 
     def probabilities(self, rows: Sequence[DraftRow], ahead: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """[R, V] logits of the token after each row and the tokens drafted for it, as the target's rules would shape them."""
+        """[R, V]: what the target's rules make of logits of the token after each row and the tokens drafted for it.
+
+        Rules that keep a state are left out: they are the target's own at verification, which stays exact.
+        """

@@ -65,10 +65,14 @@ def _forks(recipe: Recipe) -> Iterator[Clash]:
 
 
 def _drafter(recipe: Recipe) -> Iterator[Clash]:
-    inner = innermost(recipe.strategy)
-    if recipe.drafter is not None and not isinstance(inner, TokenStrategy):
-        lacking = f"a token-level strategy must verify its tokens, and {inner.kind!r} is none"
-        yield Clash(("drafter",), f"{lacking}; leave the drafter out")
+    if recipe.drafter is None:
+        return
+    if isinstance(recipe.strategy, SearchStrategy):
+        yield Clash(
+            ("drafter",), f"drafts for one hypothesis, and {recipe.strategy.kind!r} keeps several; leave it out"
+        )
+    if isinstance(recipe.cache, DynamicSpec):
+        yield Clash(("cache",), "a drafter takes tokens back, which a dynamic cache cannot; leave cache out")
 
 
 def _fallback(recipe: Recipe) -> Iterator[Clash]:

@@ -11,47 +11,15 @@ from torch import Tensor
 
 from decodekit.core import compat
 from decodekit.core.errors import InputError, PluginError
-from decodekit.core.protocols import SearchStrategy, SequenceStrategy, TokenStrategy
+from decodekit.core.protocols import Drafter, SearchStrategy, TokenStrategy
 from decodekit.core.types import Branch
 from decodekit.recipe import Recipe
 from decodekit.runtime.caches import paged_cache
 from decodekit.runtime.guard import guarded
+from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import DynamicSession, PagedSession, Session
 from decodekit.runtime.settings import Settings
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The strategies of a call.
-
-    Attributes:
-        strategy: scores the tokens.
-        search: keeps hypotheses of what ``strategy`` scores, or nothing does.
-        sequence: decides between outputs of ``strategy``, or nothing does.
-    """
-
-    strategy: TokenStrategy
-    search: SearchStrategy | None = None
-    sequence: SequenceStrategy | None = None
-
-    @property
-    def forks(self) -> int:
-        """Most rows that a prompt forks into; 0 where it stays one row."""
-        if self.search is not None:
-            return self.search.width
-        # The prompt itself stays as long as candidates may still be started.
-        return 0 if self.sequence is None else self.sequence.count + 1
-
-    @property
-    def whole(self) -> TokenStrategy | SearchStrategy | SequenceStrategy:
-        """The outermost strategy."""
-        return self.search or self.sequence or self.strategy
-
-    @property
-    def outputs(self) -> int:
-        """Most outputs of a prompt; 0 where its outputs are rows of their own."""
-        return self.search.width if self.search is not None else self.sequence.count if self.sequence is not None else 0
 
 
 def too_long(length: int, context: int | None) -> str | None:
@@ -99,8 +67,9 @@ def sessions_of(
     """A session a model; the main branch goes on from what ``generate`` prepared."""
     strategy = plan.strategy
     layers = _hidden_layers(strategy, compat.text_config(model))
-    if plan.search is not None:
-        layers = tuple(dict.fromkeys([*layers, *_hidden_layers(plan.search, compat.text_config(model))]))
+    for reader in (plan.search, plan.drafter):
+        if reader is not None:
+            layers = tuple(dict.fromkeys([*layers, *_hidden_layers(reader, compat.text_config(model))]))
     branches = [_branches(model, strategy, sequence) for sequence in sequences]
     runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     # A row that cannot be decoded still takes its place in a rectangular batch.
@@ -119,10 +88,13 @@ def sessions_of(
             )
         own_prompts = {name: prompts[name] for name, other in runs.items() if other == model_name}
         kept = layers if "main" in own_prompts else ()
-        cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan.forks)
+        cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)
         if cache is not None:
             keep_prompt = bool(kept) and plan.search is not None and plan.search.reads_prompt
-            sessions.append(PagedSession(runner, cache, own_prompts, layers=kept, keep_prompt=keep_prompt))
+            rollbacks = plan.drafter is not None
+            sessions.append(
+                PagedSession(runner, cache, own_prompts, layers=kept, keep_prompt=keep_prompt, rollbacks=rollbacks)
+            )
             continue
         inputs = {
             name: _main_inputs(prepared, settings)
@@ -134,13 +106,13 @@ def sessions_of(
     return sessions
 
 
-def _hidden_layers(strategy: TokenStrategy | SearchStrategy, config: Any) -> tuple[int, ...]:
+def _hidden_layers(strategy: TokenStrategy | SearchStrategy | Drafter, config: Any) -> tuple[int, ...]:
     with guarded(strategy, "hidden_layers"):
         layers = strategy.hidden_layers(config)
         wrong = [layer for layer in layers if not 0 <= layer <= config.num_hidden_layers]
         if wrong:
             raise PluginError(
-                f"strategy {strategy.kind!r} asks for hidden layers {wrong}; this model has 0 to {config.num_hidden_layers}"
+                f"{strategy.kind!r} asks for hidden layers {wrong}; this model has 0 to {config.num_hidden_layers}"
             )
     return layers
 

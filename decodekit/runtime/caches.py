@@ -11,6 +11,7 @@ from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 from decodekit.core.units import format_bytes
 from decodekit.recipe import PagedSpec, Recipe
+from decodekit.runtime.plan import Plan
 from decodekit.runtime.settings import Settings
 
 # What a forward of rows over a paged cache gives itself; anything else (images, embeddings) is for transformers' own loop.
@@ -23,7 +24,7 @@ def paged_cache(
     recipe: Recipe,
     settings: Settings,
     prompts: Mapping[str, Sequence[Sequence[int]]],
-    forks: int = 0,
+    plan: Plan,
 ) -> PagedCache | None:
     """A paged cache for these branches of one model; ``None`` where transformers' own is to be used.
 
@@ -33,7 +34,7 @@ def paged_cache(
         recipe: what it asks for.
         settings: what holds for the call.
         prompts: a branch, its prompt of every row.
-        forks: most rows that a prompt forks into; 0 where it stays one row.
+        plan: its strategies.
 
     Raises:
         Refused: the recipe asks for a paged cache, or needs one, and this call cannot have one.
@@ -43,14 +44,15 @@ def paged_cache(
     given = prepared.model_kwargs.get(compat.CACHE_KEY)
     if isinstance(given, PagedCache) and "main" in prompts:
         return given
+    needed = plan.needs_blocks
     asked = "cache" in recipe.model_fields_set
     if not isinstance(spec, PagedSpec):
-        if forks:
+        if needed is not None:
             raise Refused(
-                f"strategy {recipe.strategy.kind!r} forks its rows, which a dynamic cache cannot; leave cache out"
+                f"{needed} forks its rows or takes tokens back, which a dynamic cache cannot; leave cache out"
             )
         return None
-    if not asked and not forks and sum(len(rows) for rows in prompts.values()) == 1:
+    if not asked and needed is None and sum(len(rows) for rows in prompts.values()) == 1:
         return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:
@@ -59,16 +61,14 @@ def paged_cache(
         except Refused as error:
             reason = str(error)
     if reason is not None:
-        if forks:
-            raise Refused(
-                f"strategy {recipe.strategy.kind!r} forks its rows in a paged cache, and that cannot be used: {reason}"
-            )
+        if needed is not None:
+            raise Refused(f"{needed} needs the paged cache, which cannot be used here: {reason}")
         if asked:
             raise Refused(f"cache: {{kind: paged}} cannot be used here: {reason}; leave it out or say dynamic")
         return None
     return PagedCache(
         model.config,
-        num_blocks=_blocks(model, spec, settings, prompts, max(1, forks)),
+        num_blocks=_blocks(model, spec, settings, prompts, plan),
         block_size=spec.block_size,
         device=model.device,
         quantization=spec.quantization,
@@ -97,16 +97,18 @@ def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str |
 
 
 def _blocks(
-    model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]], forks: int
+    model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]], plan: Plan
 ) -> int:
     """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart."""
     size = spec.block_size
     different = {tuple(prompt) for rows in prompts.values() for prompt in rows}
-    rows = sum(len(rows) for rows in prompts.values()) * forks
+    rows = sum(len(rows) for rows in prompts.values()) * plan.rows
     shared = sum(-(-len(prompt) // size) for prompt in different)
     # A row's own part: what it may still get, and the block that it shares with the others of its prompt until it grows.
     longest = max(settings.room(len(prompt)) for prompt in different)
-    apart = -(-longest // size) + 1
+    apart = -(-(longest + plan.drafted) // size) + 1
+    # A draft that is a tree forks its row for every leaf, which copies the last block and may begin another.
+    apart += 2 * plan.drafted
     needed = shared + rows * apart
     if spec.budget is None:
         return needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,16 @@ from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
 from decodekit.recipe import Recipe
-from decodekit.runtime.branches import Plan, sessions_of, too_long
+from decodekit.runtime.branches import sessions_of, too_long
+from decodekit.runtime.drafting import BLOCK_SIZE, Host
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.loop import Loop
 from decodekit.runtime.pipeline import Pipeline, Step
+from decodekit.runtime.plan import Plan
 from decodekit.runtime.processors import CallersStep, option_steps
 from decodekit.runtime.sequence import Limits, SequenceState
 from decodekit.runtime.settings import Settings, merge_rules, resolve
+from decodekit.runtime.speculation import Speculation
 from decodekit.runtime.tasks import PlainTask, Result, SearchTask, SequenceTask, Task
 from decodekit.runtime.text import TextTracker, encoder
 
@@ -120,9 +123,10 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         criteria=settings.criteria.own,
         keep_logprobs=given.keep_logprobs or plan.search is not None,
         keep_stages=given.keep_stages,
+        speculation=_speculation(model, plan, pipeline, sequences, given),
     )
     loop.started = started
-    if not given.scoring and not plan.outputs:
+    if not given.scoring and loop.shows_rows:
         for _, step in steps:
             if isinstance(step, CallersStep):
                 step.loop = loop
@@ -135,22 +139,46 @@ def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
     Raises:
         Refused: the call asks for what the strategy cannot do.
     """
-    for part in ("constraint", "drafter"):
-        if (plugin := getattr(recipe, part)) is not None:
-            raise Refused(f"{part} {plugin.kind!r} cannot be honoured yet; leave {part} out of the recipe")
+    if recipe.constraint is not None:
+        raise Refused(
+            f"constraint {recipe.constraint.kind!r} cannot be honoured yet; leave constraint out of the recipe"
+        )
     whole: Any = recipe.strategy
     inner = whole if isinstance(whole, TokenStrategy) else whole.inner
     with guarded(inner, "resolve"):
         inner = inner.resolve(given.tokenizer)
-    if whole is recipe.strategy and isinstance(whole, TokenStrategy):
-        return Plan(inner)
     if given.scoring:
         return Plan(inner)  # what is scored is the distribution that tokens are chosen from
+    drafter = recipe.drafter
+    if drafter is not None:
+        with guarded(drafter, "resolve"):
+            drafter = drafter.resolve(given.tokenizer)
+    if isinstance(whole, TokenStrategy):
+        return Plan(inner, drafter=drafter)
     if isinstance(whole, SearchStrategy):
         whole = _with_call_options(whole, settings)
     with guarded(whole, "resolve"):
         whole = whole.resolve(given.tokenizer)
-    return Plan(inner, search=whole) if isinstance(whole, SearchStrategy) else Plan(inner, sequence=whole)
+    if not isinstance(whole, SearchStrategy):
+        return Plan(inner, sequence=whole, drafter=drafter)
+    if drafter is not None:
+        raise Refused(
+            f"drafter {drafter.kind!r} drafts for one hypothesis, and {whole.kind!r} keeps several; leave it out"
+        )
+    return Plan(inner, search=whole)
+
+
+def _speculation(
+    model: Any, plan: Plan, pipeline: Pipeline, sequences: Sequence[SequenceState], given: Given
+) -> Callable[[Loop], Speculation] | None:
+    drafter = plan.drafter
+    if drafter is None:
+        return None
+    longest = [len(own.request.prompt_ids) + max(0, own.limits.max_new_tokens) for own in sequences]
+    # Whole blocks, and room for a draft of every row and its forks.
+    tokens = sum(plan.rows * (own + 3 * drafter.max_tokens + 4 * BLOCK_SIZE) for own in longest)
+    host = Host(model, given.tokenizer, given.models, pipeline, tokens, model.device)
+    return lambda loop: Speculation(drafter, host, loop.sessions, loop.new_row)
 
 
 def _with_call_options(strategy: SearchStrategy, settings: Settings) -> SearchStrategy:

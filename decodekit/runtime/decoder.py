@@ -187,16 +187,29 @@ class Recorder:
         """One step; one in which all rows failed gave no token, and is not part of what is returned."""
         if all(sequence.error is not None for sequence in record.sequences):
             return
-        main, rows, pad = self._call.loop.sessions[0], len(self._call.tasks), self._call.settings.pad
-        live = [sequence.row for sequence in record.sequences]
+        main = self._call.loop.sessions[0]
         if self._scores is not None:
-            self._scores.append(spread(record.picked.final, live, rows, pad))
+            self._keep(self._scores, record, record.picked.final)
         if self._logits is not None:
-            self._logits.append(spread(record.outputs["main"].logits, live, rows, pad))
+            self._keep(self._logits, record, record.outputs["main"].logits)
         if self._attentions is not None:
             self._attentions.append(main.raw.attentions)
         if self._hidden is not None:
             self._hidden.append(main.raw.hidden_states)
+
+    def _keep(self, kept: list[Tensor], record: StepRecord, values: Tensor) -> None:
+        """Add [P, V] of the tokens that rows took to the [R, V] of their places in the output."""
+        count, pad = len(self._call.tasks), self._call.settings.pad
+        taken = [place for place, took in enumerate(record.taken) if took and record.tasks[place].streams]
+        for step in sorted({record.places[place] for place in taken}):
+            own = [place for place in taken if record.places[place] == step]
+            rows = [record.sequences[place].row for place in own]
+            chosen = values if len(own) == len(values) else values[own]
+            if step == len(kept):
+                kept.append(spread(chosen, rows, count, pad))
+            else:
+                kept[step] = kept[step].clone()
+                kept[step][rows] = chosen.to(kept[step].dtype)
 
     def result(self, results: Sequence[Result]) -> Tensor | GenerateDecoderOnlyOutput:
         """[R, T + N] ids, or the dictionary."""

@@ -6,8 +6,9 @@ that fails ends alone.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +18,22 @@ from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
 from decodekit.core import compat
+from decodekit.core.drafts import Draft
 from decodekit.core.errors import InputError, PluginError, RowError
 from decodekit.core.protocols import Rule, TokenStrategy
 from decodekit.core.random import SEARCH_LANE, uniform
 from decodekit.core.search import Group, Hypothesis
 from decodekit.core.types import BranchOutputs, Outputs, Request, Rows
-from decodekit.runtime.branches import Plan
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.history import History
 from decodekit.runtime.pipeline import Picked, Pipeline, select
+from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import DynamicSession, Session
+from decodekit.runtime.speculation import Fan, Speculation, Walk
 from decodekit.runtime.tasks import PlainTask, SearchTask, SequenceTask, Task
+
+Live = tuple[Task, SequenceState]
 
 
 @dataclass
@@ -41,6 +46,7 @@ class StepRecord:
         tokens: [P] what was picked at each.
         taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
         pieces: [P] text that became certain.
+        places: [P] the token's place in the output.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
     """
@@ -50,6 +56,7 @@ class StepRecord:
     tokens: list[int]
     taken: list[bool]
     pieces: list[str]
+    places: list[int]
     outputs: Outputs
     picked: Picked
 
@@ -67,6 +74,10 @@ class Loop:
         criteria: the caller's own stopping criteria.
         keep_logprobs: note each token's log-probability.
         keep_stages: record the logits after each rule.
+        speculation: makes what drafts for the rows, if anything does.
+
+    Attributes:
+        shows_rows: rows grow together by a token a step, and are kept padded as ``generate`` shows them.
     """
 
     def __init__(
@@ -81,21 +92,22 @@ class Loop:
         criteria: StoppingCriteriaList | None = None,
         keep_logprobs: bool = False,
         keep_stages: bool = False,
+        speculation: Callable[[Loop], Speculation] | None = None,
     ) -> None:
         self.sessions = tuple(sessions)
         self.tasks = tasks
         self.input_ids = input_ids
         self.started = time.perf_counter()
         self.prefilled: float | None = None
-        self.steps = 0
         self._strategy, self._pipeline = plan.strategy, pipeline
         self._pad, self._criteria = pad, criteria
         self._keep_logprobs, self._keep_stages = keep_logprobs, keep_stages
         self._keep_raw = plan.sequence is not None
         self._confidence_top_k = plan.sequence.confidence_top_k if plan.sequence is not None else 0
         config = compat.text_config(self.sessions[0].model)
-        # What a search reads beside it is none of the strategy's business.
-        self._layers = plan.strategy.hidden_layers(config) if plan.search is not None else None
+        # What a search or drafter reads beside it is none of the strategy's business.
+        others = plan.search is not None or plan.drafter is not None
+        self._layers = plan.strategy.hidden_layers(config) if others else None
         self._device = input_ids.device
         self._history = History(self._device)
         self._next_row = len(tasks)
@@ -107,6 +119,8 @@ class Loop:
             for index, (_, step) in enumerate(pipeline.steps)
             if isinstance(step, Rule) and type(step).init_state is not Rule.init_state
         ]
+        self.shows_rows = speculation is None and all(isinstance(task, PlainTask) for task in tasks)
+        self.speculation = speculation(self) if speculation is not None else None
         for task in tasks:
             root = task.root
             try:
@@ -117,45 +131,65 @@ class Loop:
                 self._history.add(root.row, root.request.prompt_ids)
 
     @property
-    def live(self) -> list[tuple[Task, SequenceState]]:
+    def live(self) -> list[Live]:
         """Sequences that wait for a token, with their tasks."""
         return [(task, sequence) for task in self.tasks for sequence in task.live]
 
     def run(self) -> Iterator[StepRecord]:
-        """Decode until every task is over, a record a step."""
+        """Decode until every task is over, a record a token that each live sequence gets."""
         with ExitStack() as stack:
             for session in self.sessions:
                 stack.callback(session.close)
+            if self.speculation is not None:
+                stack.callback(self.speculation.close)
             while live := self.live:
-                record = self._step(live)
+                records = self._step(live)
                 if self.prefilled is None:
                     self.prefilled = time.perf_counter()
                     for session in self.sessions:
                         stack.enter_context(session.optimized())
-                yield record
+                yield from records
 
     @torch.no_grad()
-    def _step(self, live: Sequence[tuple[Task, SequenceState]]) -> StepRecord:
+    def _step(self, live: Sequence[Live]) -> list[StepRecord]:
+        """One forward, and all tokens that it gives."""
         self._rearrange()
-        live, outputs = self._forward(live)
-        owners, sequences = [task for task, _ in live], [sequence for _, sequence in live]
-        self.steps += 1
+        given = self._forward(live)
+        scores = self._score(given.outputs)
+        for task in dict.fromkeys(task for task, _ in given.live):
+            task.steps += 1
+        walks = [
+            Walk(*own, base, draft) for own, base, draft in zip(given.live, given.bases, given.drafts, strict=True)
+        ]
+        records, going = list[StepRecord](), walks
+        while going:
+            places = [walk.place for walk in going]
+            whole = places == list(range(len(scores)))
+            at = given.outputs if whole else _select(given.outputs, *places)
+            records.append(self._take(going, at, scores if whole else scores[places]))
+            going = [walk for walk in going if walk.goes_on]
+        self._settle(given, walks)
+        return records
+
+    def _take(self, walks: Sequence[Walk], outputs: Outputs, scores: Tensor) -> StepRecord:
+        """Choose the next token of each sequence from the outputs at where it stands."""
+        sequences = [walk.sequence for walk in walks]
         picked = self._pipeline(
             self._history.rows(sequences, self._pipeline.eos),
-            self._score(outputs),
+            scores,
             [[sequence.states[step] for sequence in sequences] for step in range(len(self._pipeline.steps))],
             record=self._keep_stages,
         )
-        view = self._view(outputs, picked)
-        pieces, committed = [""] * len(live), [False] * len(live)
+        view = self._view(walks, outputs, picked)
+        pieces, committed = [""] * len(walks), [False] * len(walks)
         taken: dict[int, int] = {}
-        for task, own in _by_task(owners):
-            task.steps += 1
+        for task, own in _by_task(walks):
             if isinstance(task, SearchTask):
                 taken |= self._search(task, own, view)
                 continue
             for position in own:
-                sequence = sequences[position]
+                walk, sequence = walks[position], sequences[position]
+                walk.goes_on = False
                 if isinstance(task, SequenceTask) and sequence is task.root:
                     task.begin(_select(outputs, position))
                     continue
@@ -167,14 +201,17 @@ class Loop:
                     sequence.fail(str(error))
                 else:
                     taken[sequence.row], committed[position] = view.tokens[position], True
+                    walk.accept()
                 if isinstance(task, SequenceTask):
                     task.grew(sequence)
             if isinstance(task, SequenceTask):
                 self._place(task)
         if taken:
             self._history.append(list(taken), torch.tensor(list(taken.values()), device=self._device))
-        self._follow(live, picked)
-        return StepRecord(owners, sequences, view.tokens, committed, pieces, outputs, picked)
+        self._follow(walks, picked)
+        places = [len(sequence.tokens) - 1 for sequence in sequences]
+        owners = [walk.task for walk in walks]
+        return StepRecord(owners, sequences, view.tokens, committed, pieces, places, outputs, picked)
 
     def _rearrange(self) -> None:
         """Carry out what was decided since the last forward: forks, and rows that are over."""
@@ -184,25 +221,21 @@ class Loop:
         if forks or gone:
             for session in self.sessions:
                 session.rearrange(forks, gone)
+            if self.speculation is not None:
+                self.speculation.rearrange(forks, gone)
         self._history.keep(kept)
         self._held = (self._held - gone) | forks.keys()
         self._forks = {}
 
-    def _forward(self, live: Sequence[tuple[Task, SequenceState]]) -> tuple[list[tuple[Task, SequenceState]], Outputs]:
-        """The outputs from which the next token of each is chosen, and those they belong to, in their order."""
-        stepping, fresh, ready = [], [], []
-        for task, sequence in live:
-            if sequence.row not in self._held:
-                fresh.append((task, sequence))
-            elif sequence.tokens:
-                stepping.append((task, sequence))
-            else:
-                ready.append((task, sequence))
+    def _forward(self, live: Sequence[Live]) -> _Given:
+        """Forward what each live sequence has not forwarded yet, and drafts behind it."""
+        stepping = [own for own in live if own[1].row in self._held and own[1].tokens]
+        fresh = [own for own in live if own[1].row not in self._held]
+        ready = [own for own in live if own[1].row in self._held and not own[1].tokens]
+        given = _Given([*stepping, *fresh, *ready])
         parts: list[dict[str, BranchOutputs]] = []
         if stepping:
-            rows = [sequence.row for _, sequence in stepping]
-            tokens = [sequence.tokens[-1] for _, sequence in stepping]
-            parts.append(_merged(session.step(rows, tokens) for session in self.sessions))
+            parts.append(self._step_rows([sequence for _, sequence in stepping], given))
         if fresh:
             rows = [sequence.row for _, sequence in fresh]
             parts.append(_merged(session.prefill(rows) for session in self.sessions))
@@ -212,11 +245,38 @@ class Loop:
             assert isinstance(task, SequenceTask)
             assert task.outputs is not None
             parts.append(dict(task.outputs))
-        joined = {
-            name: parts[0][name] if len(parts) == 1 else BranchOutputs.concatenate([part[name] for part in parts])
-            for name in parts[0]
-        }
-        return [*stepping, *fresh, *ready], Outputs(joined)
+        given.drafts += [Draft()] * (len(given.live) - len(given.drafts))
+        given.outputs = Outputs(
+            {
+                name: parts[0][name] if len(parts) == 1 else BranchOutputs.concatenate([part[name] for part in parts])
+                for name in parts[0]
+            }
+        )
+        return given
+
+    def _step_rows(self, sequences: Sequence[SequenceState], given: _Given) -> dict[str, BranchOutputs]:
+        if self.speculation is None:
+            fan = Fan([own.row for own in sequences], [[own.tokens[-1]] for own in sequences])
+        else:
+            given.drafts = self.speculation.propose(sequences)
+            fan = given.fan = self.speculation.fan_out(sequences, given.drafts)
+        started = time.perf_counter()
+        outputs = _merged(session.step(fan.rows, fan.tokens, fan.last) for session in self.sessions)
+        given.seconds = time.perf_counter() - started
+        if fan.index == list(range(len(fan.index))):
+            return outputs
+        return dict(_select(Outputs(outputs), *fan.index))
+
+    def _settle(self, given: _Given, walks: Sequence[Walk]) -> None:
+        """Take back what was drafted and not accepted."""
+        if self.speculation is None:
+            return
+        if given.fan is None:
+            for session in self.sessions:
+                session.rollback({})  # a prefill is final
+            return
+        own = walks[: len(given.fan.bases)]
+        self.speculation.settle(own, given.fan, given.outputs["main"], given.seconds)
 
     def _score(self, outputs: Outputs) -> Tensor:
         if self._layers is None:
@@ -225,9 +285,15 @@ class Loop:
         own.annotations = outputs.annotations
         return score(self._strategy, own)
 
-    def _view(self, outputs: Outputs, picked: Picked) -> _View:
+    def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
         view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
         chosen = picked.tokens.unsqueeze(-1)
+        if self.speculation is not None:
+            for position, walk in enumerate(walks):
+                if len(walk.draft):
+                    logits, own = picked.final[position], view.tokens[position]
+                    view.tokens[position] = self.speculation.choose(walk, logits, own, sample=self._pipeline.sample)
+            chosen = torch.tensor(view.tokens, device=chosen.device).unsqueeze(-1)
         if self._keep_logprobs:
             view.final = picked.final.log_softmax(-1)
             view.logprobs = view.final.gather(-1, chosen).squeeze(-1).tolist()
@@ -316,10 +382,14 @@ class Loop:
         self._forks |= forks
 
     def _new_row(self, task: Task) -> int:
-        row = self._next_row
-        self._next_row += 1
+        row = self.new_row()
         task.rows.add(row)
         return row
+
+    def new_row(self) -> int:
+        """A number that no row of the sessions has had."""
+        self._next_row += 1
+        return self._next_row - 1
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -371,35 +441,53 @@ class Loop:
             with guarded(rule, "commit"):
                 sequence.states[step] = rule.commit(sequence.states[step], token, logits)
 
-    def _follow(self, live: Sequence[tuple[Task, SequenceState]], picked: Picked) -> None:
+    def _follow(self, walks: Sequence[Walk], picked: Picked) -> None:
         """Show the chosen tokens to those who see the rows padded: the caller's processors and criteria."""
-        if not all(isinstance(task, PlainTask) for task in self.tasks):
-            self._follow_candidates(live, picked)
-            return
-        rows = [sequence.row for _, sequence in live]
-        following = torch.full((len(self.tasks), 1), self._pad, dtype=torch.long, device=self._device)
-        following[rows, 0] = picked.tokens
-        self.input_ids = torch.cat([self.input_ids, following], dim=-1)
-        if not self._criteria:
-            return
-        done = self._criteria(self.input_ids, (spread(picked.final, rows, len(self.tasks), self._pad),)).tolist()
-        for _, sequence in live:
-            if done[sequence.row] and sequence.finish_reason is None:
-                sequence.finish("stop")
-
-    def _follow_candidates(self, live: Sequence[tuple[Task, SequenceState]], picked: Picked) -> None:
-        going = [
-            place for place, (_, sequence) in enumerate(live) if sequence.tokens and sequence.finish_reason is None
-        ]
+        rows = [walk.sequence.row for walk in walks]
+        if self.shows_rows:
+            following = torch.full((len(self.tasks), 1), self._pad, dtype=torch.long, device=self._device)
+            following[rows, 0] = picked.tokens
+            self.input_ids = torch.cat([self.input_ids, following], dim=-1)
+        going = [walk for walk in walks if walk.sequence.tokens and walk.sequence.finish_reason is None]
         if not self._criteria or not going:
             return
-        ids = self._history.padded([live[place][1].row for place in going], self._pad)
-        for place, done in zip(going, self._criteria(ids, (picked.final[going],)).tolist(), strict=True):
-            task, sequence = live[place]
-            if done and isinstance(task, SequenceTask):
-                sequence.finish("stop")
-                task.grew(sequence)
-                self._place(task)
+        if self.shows_rows:
+            whole = spread(picked.final, rows, len(self.tasks), self._pad)
+            over = self._criteria(self.input_ids, (whole,))[[walk.sequence.row for walk in going]]
+        else:
+            final = picked.final[[walks.index(walk) for walk in going]]
+            over = self._criteria(self._history.padded([walk.sequence.row for walk in going], self._pad), (final,))
+        for walk, done in zip(going, over.tolist(), strict=True):
+            if done:
+                walk.sequence.finish("stop")
+                walk.goes_on = False
+                if isinstance(walk.task, SequenceTask):
+                    walk.task.grew(walk.sequence)
+                    self._place(walk.task)
+
+
+@dataclass
+class _Given:
+    """What a forward gave.
+
+    Attributes:
+        live: [P] tasks and their sequences, in the order of the outputs.
+        drafts: [P] what was forwarded behind each.
+        outputs: at each sequence, then after each node of its draft.
+        fan: what was fed for drafts of the first sequences, ``None`` without.
+        seconds: that this took.
+    """
+
+    live: list[Live]
+    drafts: list[Draft] = field(default_factory=list)
+    outputs: Outputs = field(default_factory=lambda: Outputs({}))
+    fan: Fan | None = None
+    seconds: float = 0.0
+
+    @property
+    def bases(self) -> list[int]:
+        """[P] where the outputs of each sequence begin."""
+        return [0, *itertools.accumulate(1 + len(draft) for draft in self.drafts)][:-1]
 
 
 @dataclass
@@ -430,11 +518,11 @@ def _select(outputs: Outputs, *positions: int) -> Outputs:
     return Outputs({name: branch.select(index) for name, branch in outputs.items()})
 
 
-def _by_task(owners: Sequence[Task]) -> list[tuple[Task, list[int]]]:
+def _by_task(walks: Sequence[Walk]) -> list[tuple[Task, list[int]]]:
     """Each task with its positions, in order."""
     positions: dict[int, tuple[Task, list[int]]] = {}
-    for position, task in enumerate(owners):
-        positions.setdefault(id(task), (task, []))[1].append(position)
+    for position, walk in enumerate(walks):
+        positions.setdefault(id(walk.task), (walk.task, []))[1].append(position)
     return list(positions.values())
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decodekit.core.errors import DecodekitError, PluginError, RowError
+from decodekit.core.protocols import Rule
 from decodekit.core.random import TOKEN_LANE, inverse_cdf
 from decodekit.core.types import Rows, draw
 
@@ -99,6 +100,14 @@ class Pipeline:
             probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             tokens = inverse_cdf(probabilities, draw(rows.streams, rows.positions, TOKEN_LANE))
         return Picked(tokens, logits, failures, stages if record else [])
+
+    def shape(self, rows: Rows, logits: Tensor) -> Tensor:
+        """[P, V] logits as the rules make them that keep no state; a position that they leave nothing keeps what it had."""
+        given = logits
+        for index, (_, step) in enumerate(self.steps):
+            if isinstance(step, Rule) and type(step).init_state is Rule.init_state:
+                logits = self._apply(index, rows, logits, [()] * len(self.steps))
+        return torch.where(torch.isfinite(logits.amax(-1, keepdim=True)), logits, given)
 
     def _apply(self, index: int, rows: Rows, logits: Tensor, states: Sequence[Sequence[Any]]) -> Tensor:
         name, step = self.steps[index]

@@ -213,7 +213,9 @@ class PagedSession(Session):
     ) -> None:
         super().__init__(model, layers)
         self._cache = cache
-        self._prompts = {name: [tuple(prompt) for prompt in prompts] for name, prompts in branches.items()}
+        self._prompts = {
+            name: {row: tuple(own) for row, own in enumerate(prompts)} for name, prompts in branches.items()
+        }
         self._forward = RaggedForward(model, cache, hidden_states=bool(layers))
         self._keep_prompt = keep_prompt
         self._direct = False
@@ -229,6 +231,11 @@ class PagedSession(Session):
     @override
     def cache(self) -> PagedCache:
         return self._cache
+
+    def expect(self, row: int, prompts: Mapping[str, Ids]) -> None:
+        """A row more, to be prefilled: the prompt of each of its branches."""
+        for name, prompt in prompts.items():
+            self._prompts[name][row] = tuple(prompt)
 
     @override
     def prefill(self, rows: Sequence[int]) -> dict[str, BranchOutputs]:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decodekit.core.drafts import Draft, DraftHost, DraftRow, Verified
+from decodekit.core.drafts import Draft, DraftRow, Verified
 from decodekit.core.errors import DecodekitError
 from decodekit.core.protocols import Drafter
-from decodekit.core.random import TOKEN_LANE, VERIFY_LANE, uniform
+from decodekit.core.random import TOKEN_LANE, VERIFY_LANE, inverse_cdf, uniform
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels.verify import verify
+from decodekit.runtime.drafting import Host
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.schedule import Schedule
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import Session
+from decodekit.runtime.tasks import Task
 
 
 @dataclass
@@ -33,18 +35,50 @@ class Counts:
     """What speculation did for the rows of a task.
 
     Attributes:
-        passes: forwards with or without a draft.
-        rounds: forwards with one.
+        rounds: forwards with a draft.
         drafted: tokens proposed.
         accepted: tokens accepted, by their place in the draft.
         tried: how often a draft had a token at that place.
     """
 
-    passes: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
     tried: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Walk:
+    """How far a sequence has come along its draft.
+
+    Attributes:
+        base: where its outputs begin.
+        node: the last accepted node; -1 for none.
+        agreed: the node that the token chosen behind it is, if it is one.
+        accepted: the accepted nodes, in order.
+        goes_on: another token can be chosen from what was forwarded.
+    """
+
+    task: Task
+    sequence: SequenceState
+    base: int
+    draft: Draft
+    node: int = -1
+    agreed: int | None = None
+    accepted: list[int] = field(default_factory=list)
+    goes_on: bool = False
+
+    @property
+    def place(self) -> int:
+        """Where the outputs are from which its next token is chosen."""
+        return self.base + 1 + self.node
+
+    def accept(self) -> None:
+        """Its token was taken: go on with the node that it is."""
+        if self.agreed is not None:
+            self.node, self.agreed = self.agreed, None
+            self.accepted.append(self.node)
+            self.goes_on = self.sequence.finish_reason is None
 
 
 @dataclass
@@ -56,14 +90,14 @@ class Fan:
         tokens: [F] what each is fed.
         index: where the outputs at each sequence, then after each of its nodes, lie among those of all rows.
         bases: [P] where each sequence's own begin in ``index``.
-        paths: a sequence's number, its rows, each with the nodes it is fed.
+        paths: [P] each sequence's rows, with the nodes that each is fed.
     """
 
     rows: list[int] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     index: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
-    paths: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)
+    paths: list[list[tuple[int, list[int]]]] = field(default_factory=list)
 
     @property
     def last(self) -> list[int]:
@@ -81,11 +115,9 @@ class Speculation:
         new_row: gives a number for a fork.
     """
 
-    def __init__(
-        self, drafter: Drafter, host: DraftHost, sessions: Sequence[Session], new_row: Callable[[], int]
-    ) -> None:
+    def __init__(self, drafter: Drafter, host: Host, sessions: Sequence[Session], new_row: Callable[[], int]) -> None:
         self._drafter, self._sessions, self._new_row = drafter, sessions, new_row
-        self._vocab = host.vocab
+        self._host, self._vocab = host, host.vocab
         with guarded(drafter, "start"):
             self._state = drafter.start(host)
         self._schedule = Schedule(drafter)
@@ -93,11 +125,6 @@ class Speculation:
         self.counts: dict[int, Counts] = {}
         self.seconds = {"draft_s": 0.0, "verify_s": 0.0}
         self._proposing = 0.0
-
-    @property
-    def broken(self) -> str | None:
-        """Why nothing is drafted any more; decoding goes on without."""
-        return self._broken
 
     def propose(self, sequences: Sequence[SequenceState]) -> list[Draft]:
         """[P] drafts; a drafter that fails is left out from then on."""
@@ -113,7 +140,7 @@ class Speculation:
                     for draft, budget in zip(drafts, budgets, strict=True):
                         draft.check(budget, self._vocab, self._drafter.kind)
             except DecodekitError as error:
-                self._give_up(error)
+                self._broken = str(error)
                 drafts = [Draft()] * len(sequences)
         self._proposing = time.perf_counter() - started
         self.seconds["draft_s"] += self._proposing
@@ -122,20 +149,20 @@ class Speculation:
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
         """What to feed; a row whose draft is a tree is forked for every leaf."""
         fan, forks, position = Fan(), dict[int, int](), 0
-        for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            places = {-1: position}
-            fan.paths[number] = []
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            places, paths = {-1: position}, list[tuple[int, list[int]]]()
             for leaf in draft.leaves() or [-1]:
-                row = sequence.row if not fan.paths[number] else self._new_row()
-                if row != sequence.row:
+                row = self._new_row() if paths else sequence.row
+                if paths:
                     forks[row] = sequence.row
                 path = draft.path(leaf)
                 fan.rows.append(row)
                 fan.tokens.append([sequence.tokens[-1], *(draft.tokens[node] for node in path)])
-                fan.paths[number].append((row, path))
+                paths.append((row, path))
                 for depth, node in enumerate(path):
                     places.setdefault(node, position + 1 + depth)
                 position += 1 + len(path)
+            fan.paths.append(paths)
             fan.bases.append(len(fan.index))
             fan.index += [places[node] for node in range(-1, len(draft))]
         if forks:
@@ -143,82 +170,77 @@ class Speculation:
                 session.rearrange(forks, ())
         return fan
 
-    def settle(
-        self,
-        sequences: Sequence[SequenceState],
-        drafts: Sequence[Draft],
-        accepted: Sequence[Sequence[int]],
-        fan: Fan,
-        outputs: BranchOutputs,
-        seconds: float,
-    ) -> None:
+    def settle(self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float) -> None:
         """Take back what was not accepted, and tell the drafter.
 
         Args:
-            sequences: [P] as they are now.
-            drafts: [P] what was proposed.
-            accepted: [P] the accepted nodes.
+            walks: [P] how far each sequence came.
             fan: what was fed.
             outputs: of the main branch, in the order of ``fan.index``.
             seconds: that the forward took.
         """
         drop, moved, gone = dict[int, int](), dict[int, int](), set[int]()
-        for number, (sequence, nodes) in enumerate(zip(sequences, accepted, strict=True)):
-            # The row that went the accepted way, or any where nothing was accepted.
-            kept, path = next(own for own in fan.paths[number] if list(own[1][: len(nodes)]) == list(nodes))
-            drop[kept] = len(path) - len(nodes)
-            others = {row for row, _ in fan.paths[number]} - {kept}
-            gone |= others
-            if kept != sequence.row:
-                moved[sequence.row] = kept
-                gone.add(kept)
+        for walk, paths in zip(walks, fan.paths, strict=True):
+            # The row that went the accepted way; any of them where nothing was accepted.
+            kept, path = next(own for own in paths if own[1][: len(walk.accepted)] == walk.accepted)
+            drop[kept] = len(path) - len(walk.accepted)
+            if kept != walk.sequence.row:
+                moved[walk.sequence.row] = kept
+            if len(paths) > 1:
+                gone |= {row for row, _ in paths} - ({kept} if kept == walk.sequence.row else set())
         for session in self._sessions:
             session.rollback(drop)
             session.rearrange(moved, gone)
+            for walk, paths in zip(walks, fan.paths, strict=True):
+                forks = [row for row, _ in paths if row != walk.sequence.row]
+                session.forwarded[walk.sequence.row] += sum(session.forwarded.pop(row, 0) for row in forks)
         self.seconds["verify_s"] += seconds
-        self._count(sequences, drafts, accepted)
-        depths = {own.row: _depth(draft) for own, draft in zip(sequences, drafts, strict=True)}
-        hits = {own.row: len(nodes) for own, nodes in zip(sequences, accepted, strict=True)}
+        self._count(walks)
+        depths = {walk.sequence.row: _depth(walk.draft) for walk in walks}
+        hits = {walk.sequence.row: len(walk.accepted) for walk in walks}
         self._schedule.observe(depths, hits, seconds, self._proposing)
-        self._observe(sequences, drafts, accepted, fan, outputs)
+        verified = []
+        for walk, base in zip(walks, fan.bases, strict=True):
+            index = torch.arange(base, base + 1 + len(walk.draft), device=outputs.logits.device)
+            verified.append(Verified(describe(walk.sequence), walk.accepted, walk.draft, outputs.select(index)))
+        self._tell("observe", lambda: self._state.observe(verified))
 
-    def choose(
-        self, sequence: SequenceState, draft: Draft, node: int, logits: Tensor, picked: int, *, sample: bool
-    ) -> tuple[int, int | None]:
-        """The token after a node, and the child that it is; ``None`` where it is none of them.
+    def choose(self, walk: Walk, logits: Tensor, picked: int, *, sample: bool) -> int:
+        """The token after the node that a sequence stands at; notes which of the node's children it is.
 
         Args:
-            sequence: the row.
-            draft: its draft.
-            node: what it has come to; -1 is the row itself.
-            logits: [V] final ones after that node.
+            walk: the sequence and its draft.
+            logits: [V] final ones there.
             picked: what plain decoding chooses there.
             sample: whether tokens are drawn.
         """
-        children = draft.children(node)
+        draft, children = walk.draft, walk.draft.children(walk.node)
         if draft.q is None or not children or not sample:
-            return picked, next((child for child in children if draft.tokens[child] == picked), None)
-        stream, position = sequence.request.stream, len(sequence.tokens)
-        place, token = verify(
+            walk.agreed = next((child for child in children if draft.tokens[child] == picked), None)
+            return picked
+        stream, position = walk.sequence.request.stream, len(walk.sequence.tokens)
+        place, left = verify(
             logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)),
             [draft.tokens[child] for child in children],
             draft.q[children],
             [uniform(stream, position, VERIFY_LANE + child) for child in range(len(children))],
-            uniform(stream, position, TOKEN_LANE),
         )
-        return token, None if place is None else children[place]
+        if place is not None:
+            walk.agreed = children[place]
+            return draft.tokens[children[place]]
+        walk.agreed = None
+        own = torch.tensor([uniform(stream, position, TOKEN_LANE)], device=left.device)
+        return int(inverse_cdf(left.unsqueeze(0), own))
 
-    def fork(self, children: Mapping[int, int]) -> None:
-        """Rows of the target have forked."""
-        self._tell(lambda: self._state.fork(children))
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Rows of the target are over."""
-        self._tell(lambda: self._state.release(rows))
+    def rearrange(self, forks: Mapping[int, int], gone: Collection[int]) -> None:
+        """Rows of the target have forked, or are over."""
+        self._tell("fork", lambda: self._state.fork(forks))
+        self._tell("release", lambda: self._state.release(sorted(gone)))
 
     def close(self) -> None:
         """The call is over."""
         self._state.close()
+        self._host.close()
 
     def stats(self, rows: Sequence[int]) -> dict[str, Any]:
         """What was drafted for these rows, for ``Output.stats``."""
@@ -237,49 +259,29 @@ class Speculation:
             **({"drafter_error": self._broken} if self._broken is not None else {}),
         }
 
-    def _count(
-        self, sequences: Sequence[SequenceState], drafts: Sequence[Draft], accepted: Sequence[Sequence[int]]
-    ) -> None:
-        for sequence, draft, nodes in zip(sequences, drafts, accepted, strict=True):
-            counts = self.counts.setdefault(sequence.row, Counts())
-            counts.passes += 1
-            counts.rounds += bool(len(draft))
-            counts.drafted += len(draft)
-            counts.accepted.update(range(len(nodes)))
+    def _count(self, walks: Sequence[Walk]) -> None:
+        for walk in walks:
+            counts = self.counts.setdefault(walk.sequence.row, Counts())
+            counts.rounds += bool(len(walk.draft))
+            counts.drafted += len(walk.draft)
+            counts.accepted.update(range(len(walk.accepted)))
             # A place was tried if all before it had been accepted.
-            counts.tried.update(range(min(_depth(draft), len(nodes) + 1)))
+            counts.tried.update(range(min(_depth(walk.draft), len(walk.accepted) + 1)))
 
-    def _observe(
-        self,
-        sequences: Sequence[SequenceState],
-        drafts: Sequence[Draft],
-        accepted: Sequence[Sequence[int]],
-        fan: Fan,
-        outputs: BranchOutputs,
-    ) -> None:
-        verified = []
-        for number, (sequence, draft, nodes) in enumerate(zip(sequences, drafts, accepted, strict=True)):
-            base = fan.bases[number]
-            index = torch.arange(base, base + 1 + len(draft), device=outputs.logits.device)
-            verified.append(Verified(describe(sequence), nodes, draft, outputs.select(index)))
-        self._tell(lambda: self._state.observe(verified))
-
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _tell(self, hook: str, call: Callable[[], None]) -> None:
         if self._broken is not None:
             return
         try:
-            with guarded(self._drafter, "observe"):
+            with guarded(self._drafter, hook):
                 call()
         except DecodekitError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: DecodekitError) -> None:
-        self._broken = str(error)
+            self._broken = str(error)
 
 
 def describe(sequence: SequenceState) -> DraftRow:
     """A sequence as drafters see it."""
-    return DraftRow(sequence.row, sequence.request.prompt_ids, sequence.tokens, sequence.request.stream)
+    request = sequence.request
+    return DraftRow(sequence.row, request.prompt_ids, sequence.tokens, request.id, request.stream)
 
 
 def _depth(draft: Draft) -> int:

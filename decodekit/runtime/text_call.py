@@ -210,6 +210,8 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "accepted_tokens": 0,
         "path": "torch",
     }
+    if loop.speculation is not None:
+        stats |= loop.speculation.stats(sorted(task.rows))
     if not times or loop.prefilled is None:
         return stats
     gaps = np.diff(np.asarray(times))

@@ -54,7 +54,7 @@ def trace_step(writer: TraceWriter, record: StepRecord, text_of: Callable[[int],
             continue
         writer.token(
             row=sequence.row,
-            position=len(sequence.tokens) - 1,
+            position=record.places[position],
             id=token,
             text=text_of(token),
             prob=chosen[position],

@@ -37,12 +37,19 @@ class Beam(SearchStrategy):
     num_beams: int = 4
     inner: TokenStrategy = Sample()
 
+    @property
+    def width(self) -> int: ...
+
     def step(self, group: Any) -> Any: ...
 
 
 class Contrastive(SearchStrategy):
     kind: Literal["contrastive_search"] = "contrastive_search"
     k: int = 4
+    inner: TokenStrategy = Sample()
+
+    @property
+    def width(self) -> int: ...
 
     def step(self, group: Any) -> Any: ...
 
@@ -53,6 +60,9 @@ class Mbr(SequenceStrategy):
     inner: TokenStrategy | SearchStrategy
     also: tuple[TokenStrategy, ...] = ()
 
+    @property
+    def count(self) -> int: ...
+
     def decide(self, request: Any) -> Any: ...
 
 
@@ -60,6 +70,10 @@ class Vote(SequenceStrategy):
     """A sequence strategy that scores whole texts, over no token-level strategy."""
 
     kind: Literal["vote"] = "vote"
+    inner: TokenStrategy = Sample()
+
+    @property
+    def count(self) -> int: ...
 
     def decide(self, request: Any) -> Any: ...
 

@@ -19,8 +19,8 @@ MBR = {"kind": "mbr", "n": 4, "inner": "sample"}
         ({"strategy": MBR}, "strategy.n: 4 outputs of 'sample' are the same text each time without sampling; say"),
         ({"strategy": {**MBR, "inner": "dola"}, "generation": {"do_sample": False}}, "strategy.n: 4 outputs of 'dola'"),
         (
-            {"strategy": "vote", "drafter": "ngram"},
-            "drafter: a token-level strategy must verify its tokens, and 'vote'",
+            {"strategy": "beam", "drafter": "ngram"},
+            "drafter: drafts for one hypothesis, and 'beam' keeps several",
         ),
         ({"fallback": "relax"}, "fallback: there are no rules to relax"),
         ({"fallback": "relax", "rules": []}, "fallback: there are no rules to relax"),

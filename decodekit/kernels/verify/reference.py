@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from decodekit.core.random import inverse_cdf
 
-
-def verify(
-    p: Tensor, drafted: Sequence[int], q: Tensor, accepts: Sequence[float], pick: float
-) -> tuple[int | None, int]:
-    """The next token, distributed exactly as ``p``, and which of the drafted ones it is.
+def verify(p: Tensor, drafted: Sequence[int], q: Tensor, accepts: Sequence[float]) -> tuple[int | None, Tensor]:
+    """Which drafted token is taken, and from what the next one is drawn where none is: both together are distributed as ``p``.
 
     Leviathan et al., 2023, arXiv:2211.17192, algorithm 1: a token that was drawn from q is accepted with min(1, p / q), and
     after a rejection the target is norm(max(p - q, 0)), a vector. Siblings are tried in turn, each against what the ones
@@ -22,21 +17,19 @@ def verify(
     Args:
         p: [V] the target's probabilities; need not sum to one.
         drafted: [C] tokens, each drawn from its row of ``q``, which may depend on those before it.
-        q: [C, V] the distributions they were drawn from.
+        q: [C, V] the distributions they were drawn from; rows need not sum to one.
         accepts: [C] uniforms in [0, 1).
-        pick: a uniform in [0, 1), for the token where none is accepted.
 
     Returns:
-        the place of the accepted token among the drafted ones (``None`` where none is), and the token.
+        the place of the accepted token among the drafted ones, or ``None``; and [V] float64, what is left of the target.
     """
-    left = p.double()
-    left = left / left.sum()
+    left = p.double() / p.double().sum()
     drawn_from = q.double() / q.double().sum(-1, keepdim=True)
     for place, (token, own, accept) in enumerate(zip(drafted, drawn_from, accepts, strict=True)):
         residual = (left - own).clamp(min=0)
         mass = residual.sum()
         # Rounding may leave nothing of a target that equals q, where rejection has no probability either.
         if accept * own[token] < left[token] or not mass > 0:
-            return place, token
+            return place, left
         left = residual / mass
-    return None, int(inverse_cdf(left.unsqueeze(0), torch.tensor([pick], device=p.device)))
+    return None, left

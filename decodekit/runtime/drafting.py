@@ -1,0 +1,142 @@
+"""What the loop gives a drafter: models over caches of their own, and what the rules make of a distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decodekit.cache.paged import PagedCache
+from decodekit.core.drafts import DraftRow
+from decodekit.core.errors import InputError
+from decodekit.core.types import BranchOutputs, Rows
+from decodekit.runtime.pipeline import Pipeline
+from decodekit.runtime.session import PagedSession
+
+BLOCK_SIZE = 16
+
+
+class CachedRunner:
+    """A model over a paged cache of its own; see :class:`decodekit.core.drafts.Runner`.
+
+    Args:
+        model: the model.
+        tokens: most tokens that all rows hold together.
+        layers: hidden layers to keep.
+    """
+
+    def __init__(self, model: Any, tokens: int, layers: Sequence[int]) -> None:
+        self.model = model
+        blocks = -(-tokens // BLOCK_SIZE)
+        cache = PagedCache(
+            model.config, num_blocks=blocks, block_size=BLOCK_SIZE, device=model.device, prefix_cache=False
+        )
+        self._session = PagedSession(model, cache, {"main": []}, layers=tuple(layers), rollbacks=True)
+        self._rows: set[int] = set()
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None
+    ) -> dict[int, BranchOutputs]:
+        """Forward the next tokens of rows (all of a prompt at first); the outputs at the ``last`` (1) positions of each."""
+        fresh = [row for row in tokens if row not in self._rows]
+        known = [row for row in tokens if row in self._rows]
+        outputs: dict[int, BranchOutputs] = {}
+        if fresh:
+            for row in fresh:
+                self._session.expect(row, {"main": tokens[row]})
+            outputs |= _by_row(self._session.prefill(fresh)["main"], fresh, [1] * len(fresh))
+            self._rows.update(fresh)
+        if known:
+            counts = [1 if last is None else last[row] for row in known]
+            stepped = self._session.step(known, [tokens[row] for row in known], counts)["main"]
+            outputs |= _by_row(stepped, known, counts)
+        return outputs
+
+    def rollback(self, drop: Mapping[int, int]) -> None:
+        """Take back the last tokens of rows."""
+        self._session.rollback(drop)
+
+    def fork(self, children: Mapping[int, int]) -> None:
+        """Begin rows as copies of others; those whose parent is not here are left to be prefilled."""
+        known = {row: parent for row, parent in children.items() if parent in self._rows}
+        self._session.rearrange(known, ())
+        self._rows |= known.keys()
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Let go of rows."""
+        gone = self._rows & set(rows)
+        self._session.rearrange({}, gone)
+        self._rows -= gone
+
+    def close(self) -> None:
+        """Give all blocks back."""
+        self._session.close()
+
+
+def _by_row(outputs: BranchOutputs, rows: Sequence[int], counts: Sequence[int]) -> dict[int, BranchOutputs]:
+    parts = torch.arange(sum(counts), device=outputs.logits.device).split(list(counts))
+    return {row: outputs.select(part) for row, part in zip(rows, parts, strict=True)}
+
+
+class Host:
+    """What a drafter is given; see :class:`decodekit.core.drafts.DraftHost`.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, or ``None``.
+        models: other models by name.
+        pipeline: the target's rules.
+        tokens: most tokens that all rows hold together.
+        device: where rules run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        models: Mapping[str, Any],
+        pipeline: Pipeline,
+        tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.sample = pipeline.sample
+        self.vocab: int = model.get_output_embeddings().weight.shape[0]
+        self._models, self._pipeline, self._tokens, self._device = models, pipeline, tokens, device
+        self._runners: list[CachedRunner] = []
+
+    def runner(self, model: Any, *, layers: Sequence[int] = ()) -> CachedRunner:
+        """Another model over a cache of its own."""
+        if isinstance(model, str):
+            if model not in self._models:
+                raise InputError(
+                    f"the drafter needs a model called {model!r}; give decoder.bind(models={{{model!r}: model}})"
+                )
+            model = self._models[model]
+        runner = CachedRunner(model, self._tokens, layers)
+        self._runners.append(runner)
+        return runner
+
+    def probabilities(self, rows: Sequence[DraftRow], ahead: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """[R, V] logits of the token after each row and the tokens drafted for it, as the target's rules would shape them."""
+        histories = [[*row.ids, *more] for row, more in zip(rows, ahead, strict=True)]
+        width = max(map(len, histories))
+        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in histories], device=self._device)
+        view = Rows(
+            tokens=padded,
+            lengths=torch.tensor([len(ids) for ids in histories], device=self._device),
+            prompt_lengths=torch.tensor([len(row.prompt_ids) for row in rows], device=self._device),
+            requests=[row.request for row in rows],
+            streams=[row.stream for row in rows],
+            eos=self._pipeline.eos,
+        )
+        shaped = self._pipeline.shape(view, logits)
+        return shaped.softmax(-1, dtype=torch.promote_types(shaped.dtype, torch.float32))
+
+    def close(self) -> None:
+        """The call is over: give back what the drafter's models hold."""
+        for runner in self._runners:
+            runner.close()

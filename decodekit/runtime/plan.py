@@ -1,0 +1,54 @@
+"""The strategies of a call, taken apart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from decodekit.core.protocols import Drafter, SearchStrategy, SequenceStrategy, TokenStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The strategies of a call.
+
+    Attributes:
+        strategy: scores the tokens.
+        search: keeps hypotheses of what ``strategy`` scores, or nothing does.
+        sequence: decides between outputs of ``strategy``, or nothing does.
+        drafter: proposes tokens for ``strategy`` to verify, or nothing does.
+    """
+
+    strategy: TokenStrategy
+    search: SearchStrategy | None = None
+    sequence: SequenceStrategy | None = None
+    drafter: Drafter | None = None
+
+    @property
+    def rows(self) -> int:
+        """Most rows that a prompt forks into, drafts aside."""
+        if self.search is not None:
+            return self.search.width
+        # The prompt itself stays as long as candidates may still be started.
+        return 1 if self.sequence is None else self.sequence.count + 1
+
+    @property
+    def drafted(self) -> int:
+        """Most tokens of a draft."""
+        return 0 if self.drafter is None else self.drafter.max_tokens
+
+    @property
+    def needs_blocks(self) -> str | None:
+        """What cannot be without a paged cache: rows that fork or go back."""
+        if self.drafter is not None:
+            return f"drafter {self.drafter.kind!r}"
+        return None if self.whole is self.strategy else f"strategy {self.whole.kind!r}"
+
+    @property
+    def whole(self) -> TokenStrategy | SearchStrategy | SequenceStrategy:
+        """The outermost strategy."""
+        return self.search or self.sequence or self.strategy
+
+    @property
+    def outputs(self) -> int:
+        """Most outputs of a prompt; 0 where its outputs are rows of their own."""
+        return self.search.width if self.search is not None else self.sequence.count if self.sequence is not None else 0
