@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
 from torch import Tensor
 
+from decodekit.core.constraint import CompiledConstraint
 from decodekit.core.types import Branch, Need, Outputs, Request, Rows
+from decodekit.core.vocabulary import Vocabulary
 
 
 class Plugin(BaseModel):
@@ -128,9 +130,12 @@ class Constraint(Plugin):
     """A language that the output must belong to."""
 
     @abstractmethod
-    def start(self, vocab: Any) -> Any:
-        """A fresh state with ``mask(out, row)``, ``advance(token)``, ``rollback(n)``, ``fork()``, ``forced_tokens()`` and
-        ``is_accepting()``.
+    def compile(self, vocabulary: Vocabulary) -> CompiledConstraint:
+        """This language as masks over a vocabulary.
+
+        Raises:
+            UnsupportedConstraint: it cannot be enforced as given; names the keywords.
+            InputError: it is no language, such as a pattern with a syntax error, or one without any text.
         """
 
 
