@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Vocabulary:
         """The width of the logits."""
         return len(self.tokens)
 
-    @property
+    @cached_property
     def first_tokens(self) -> Tokens:
         """As ``tokens``, for the first token of an output."""
         if not self.drops_first_space:
@@ -65,8 +65,12 @@ class Vocabulary:
             eos_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         return _vocabulary(tokenizer, len(tokenizer), width, eos_ids)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of ``text`` as it would stand in the middle of an output: their bytes are its bytes.
+    def encode(self, text: str, *, first: bool = False) -> tuple[int, ...]:
+        """The ids of ``text``: their bytes are its bytes.
+
+        Args:
+            text: what to encode.
+            first: it begins an output; otherwise it stands in the middle of one.
 
         Raises:
             InputError: the tokenizer cannot spell it.
@@ -76,6 +80,8 @@ class Vocabulary:
         for before in ("", "\n"):
             ids = self.tokenizer.encode(before + text, add_special_tokens=False)
             spelt = [self.tokens[token] or b"" for token in ids]
+            if first and self.drops_first_space and not before and spelt:
+                spelt[0] = spelt[0].removeprefix(b" ")
             while spelt and len(b"".join(spelt)) > len(wanted):
                 spelt.pop(0)
             if b"".join(spelt) == wanted:

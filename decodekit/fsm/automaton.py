@@ -51,6 +51,7 @@ class Dfa:
     Attributes:
         byte_class: [256] the column of ``table`` of each byte.
         table: [at least states, classes] the state after a byte of each class; -1 where it was never asked for.
+        only_bytes: the byte of each class, ``None`` for classes of several.
         accepting: whether the text may end, by state.
         least: a lower bound of the bytes until it may, by state.
     """
@@ -61,7 +62,10 @@ class Dfa:
         self._automaton = automaton
         self.trim = automaton.trim
         self.byte_class = automaton.byte_class
-        classes, self._first_bytes = np.unique(self.byte_class, return_index=True)
+        classes, self._first_bytes, sizes = np.unique(self.byte_class, return_index=True, return_counts=True)
+        self.only_bytes = [
+            int(byte) if size == 1 else None for byte, size in zip(self._first_bytes, sizes, strict=True)
+        ]
         self.table = np.full((64, len(classes)), _UNKNOWN, dtype=np.int32)
         self.table[DEAD] = DEAD
         self.accepting: list[bool] = [False]
