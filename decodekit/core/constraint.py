@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Self
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from decodekit.core.vocabulary import Vocabulary
@@ -18,8 +18,7 @@ def mask_words(width: int) -> int:
 
 def mask_tokens(row: Tensor) -> list[int]:
     """The ids whose bits are set in one row of a mask, [ceil(V/32)] int32."""
-    bits = (row.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1
-    return bits.flatten().nonzero().flatten().tolist()
+    return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
 
 
 class ConstraintState(ABC):

@@ -169,7 +169,11 @@ _FORMAT = 1
 def _read(path: Path) -> Vocabulary | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
-            text, lengths, drops = stored["text"].tobytes(), stored["lengths"].tolist(), bool(stored["drops_first_space"])
+            text, lengths, drops = (
+                stored["text"].tobytes(),
+                stored["lengths"].tolist(),
+                bool(stored["drops_first_space"]),
+            )
     except (OSError, ValueError, KeyError, EOFError):
         return None
     tokens: list[bytes | None] = []

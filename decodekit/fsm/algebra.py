@@ -26,20 +26,21 @@ class Union(Automaton):
     """The texts of any member."""
 
     def __init__(self, members: Iterable[Dfa]) -> None:
-        self._members = tuple(members)
-        self.byte_class = common_classes(member.byte_class for member in self._members)
-        self.trim = all(member.trim for member in self._members)
-        self.start: Live = tuple((index, Dfa.start) for index in range(len(self._members)))
+        self.members = tuple(members)
+        self.byte_class = common_classes(member.byte_class for member in self.members)
+        self.trim = all(member.trim for member in self.members)
+        self.start: Live = tuple((index, Dfa.start) for index in range(len(self.members)))
 
     def step(self, state: Live, byte: int) -> Live | None:
-        stepped = ((index, self._members[index].step(here, byte)) for index, here in state)
+        self.work += len(state)
+        stepped = ((index, self.members[index].step(here, byte)) for index, here in state)
         return tuple(pair for pair in stepped if pair[1] != DEAD) or None
 
     def accepts(self, state: Live) -> bool:
-        return any(self._members[index].accepting[here] for index, here in state)
+        return any(self.members[index].accepting[here] for index, here in state)
 
     def least(self, state: Live) -> int:
-        return min(self._members[index].least[here] for index, here in state)
+        return min(self.members[index].least[here] for index, here in state)
 
 
 class Intersection(Automaton):
@@ -48,19 +49,19 @@ class Intersection(Automaton):
     trim = False
 
     def __init__(self, members: Iterable[Dfa]) -> None:
-        self._members = tuple(members)
-        self.byte_class = common_classes(member.byte_class for member in self._members)
-        self.start: tuple[int, ...] = (Dfa.start,) * len(self._members)
+        self.members = tuple(members)
+        self.byte_class = common_classes(member.byte_class for member in self.members)
+        self.start: tuple[int, ...] = (Dfa.start,) * len(self.members)
 
     def step(self, state: tuple[int, ...], byte: int) -> tuple[int, ...] | None:
-        after = tuple(member.step(here, byte) for member, here in zip(self._members, state, strict=True))
+        after = tuple(member.step(here, byte) for member, here in zip(self.members, state, strict=True))
         return None if DEAD in after else after
 
     def accepts(self, state: tuple[int, ...]) -> bool:
-        return all(member.accepting[here] for member, here in zip(self._members, state, strict=True))
+        return all(member.accepting[here] for member, here in zip(self.members, state, strict=True))
 
     def least(self, state: tuple[int, ...]) -> int:
-        return max(member.least[here] for member, here in zip(self._members, state, strict=True))
+        return max(member.least[here] for member, here in zip(self.members, state, strict=True))
 
 
 class Difference(Automaton):
@@ -69,7 +70,7 @@ class Difference(Automaton):
     trim = False
 
     def __init__(self, kept: Dfa, removed: Dfa) -> None:
-        self._kept, self._removed = kept, removed
+        self._kept, self._removed = self.members = kept, removed
         self.byte_class = common_classes([kept.byte_class, removed.byte_class])
         self.start = (Dfa.start, Dfa.start)
 
@@ -88,7 +89,7 @@ class Concatenation(Automaton):
     """A text of the first language and one of the second after it, wherever the first may end."""
 
     def __init__(self, first: Dfa, second: Dfa) -> None:
-        self._first, self._second = first, second
+        self._first, self._second = self.members = first, second
         self.byte_class = common_classes([first.byte_class, second.byte_class])
         self.trim = first.trim and second.trim
         self.start = self._entered(Dfa.start, frozenset())
@@ -97,6 +98,7 @@ class Concatenation(Automaton):
         return first, second | {Dfa.start} if self._first.accepting[first] else second
 
     def step(self, state: tuple[int, frozenset[int]], byte: int) -> tuple[int, frozenset[int]] | None:
+        self.work += len(state[1])
         first = self._first.step(state[0], byte)
         second = frozenset(self._second.step(here, byte) for here in state[1]) - {DEAD}
         return self._entered(first, second) if first != DEAD or second else None

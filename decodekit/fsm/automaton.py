@@ -15,8 +15,10 @@ DEAD = 0
 """The state of a ``Dfa`` from which no text can be completed."""
 
 _UNKNOWN = -1
-MOST_STATES = 50_000
-MOST_STEPS = 200_000
+_WORK_A_STEP = 10
+MOST_STATES = 200_000
+WORK_AT_ONCE = 300_000
+"""About a second's worth, in parts of states that steps look at."""
 
 
 class Automaton(ABC):
@@ -26,11 +28,15 @@ class Automaton(ABC):
         byte_class: [256]; bytes of one class lead to the same state, from any state.
         start: the state before the first byte.
         trim: from every state some text can be completed; when false, dead ends must be searched for.
+        members: the automata that it asks.
+        work: how many parts of states its steps have looked at so far, beyond one a step.
     """
 
     byte_class: NDArray[np.intp]
     start: Any
     trim: bool
+    members: tuple[Dfa, ...] = ()
+    work: int = 0
 
     @abstractmethod
     def step(self, state: Any, byte: int) -> Any:
@@ -73,7 +79,7 @@ class Dfa:
         self._values: list[Any] = [None]
         self._numbers: dict[Hashable, int] = {None: DEAD}
         self._live: list[bool | None] = [False]
-        self._steps = 0
+        self._work_left = WORK_AT_ONCE
         self._number(automaton.start)
 
     def __len__(self) -> int:
@@ -88,16 +94,24 @@ class Dfa:
         """As ``step``, for any byte of a class.
 
         Raises:
-            UnsupportedConstraint: more states or steps than an automaton may have.
+            UnsupportedConstraint: more states or steps than allowed.
         """
         after = int(self.table[state, column])
         if after == _UNKNOWN:
-            self._steps += 1
-            if self._steps > MOST_STEPS:
-                raise self._too_large(f"{MOST_STEPS:,} steps")
-            after = self._number(self._automaton.step(self._values[state], int(self._first_bytes[column])))
+            before = self._automaton.work
+            stepped = self._automaton.step(self._values[state], int(self._first_bytes[column]))
+            self._work_left -= _WORK_A_STEP + self._automaton.work - before
+            if self._work_left < 0:
+                raise self._too_large("the work allowed for one token")
+            after = self._number(stepped)
             self.table[state, column] = after
         return after
+
+    def refill(self) -> None:
+        """Allow ``WORK_AT_ONCE`` again, here and in the automata that this one asks."""
+        self._work_left = WORK_AT_ONCE
+        for member in self._automaton.members:
+            member.refill()
 
     def is_live(self, state: int) -> bool:
         """Whether some text can be completed from here."""
@@ -158,5 +172,5 @@ class Dfa:
 
     def _too_large(self, limit: str) -> UnsupportedConstraint:
         return UnsupportedConstraint(
-            f"the automaton of this constraint has more than {limit}; repeat less, or combine fewer parts", ("size",)
+            f"the automaton of this constraint needs more than {limit}; repeat less, or combine fewer parts", ("size",)
         )

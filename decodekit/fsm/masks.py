@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import takewhile
 from threading import RLock
@@ -56,6 +58,13 @@ class CompiledAutomaton(CompiledConstraint):
         """A fresh state before the first token."""
         return FsmState(self, [Place(Dfa.start, self.vocabulary.drops_first_space)])
 
+    @contextmanager
+    def _exploring(self) -> Iterator[None]:
+        """Only one thread at a time adds states, and only so many at once."""
+        with self._lock:
+            self._dfa.refill()
+            yield
+
     def accepts(self, place: Place) -> bool:
         """Whether the text may end here."""
         return place.state == DEAD or self._dfa.accepting[place.state]
@@ -63,7 +72,7 @@ class CompiledAutomaton(CompiledConstraint):
     def mask(self, place: Place) -> Tensor:
         """[ceil(V/32)] int32, shared: the legal tokens."""
         if (mask := self._masks.get(place)) is None:
-            with self._lock:
+            with self._exploring():
                 legal = self._after_each(place) != DEAD
                 if self.accepts(place):
                     legal |= self._eos
@@ -75,7 +84,7 @@ class CompiledAutomaton(CompiledConstraint):
 
     def mask_within(self, place: Place, limit: int) -> Tensor:
         """[ceil(V/32)] int32: the legal tokens after which the text can end within ``limit`` tokens, these included."""
-        with self._lock:
+        with self._exploring():
             after = self._after_each(place)
             in_time = np.zeros(len(self._dfa), dtype=bool)
             for state in _distinct(after):
@@ -92,7 +101,7 @@ class CompiledAutomaton(CompiledConstraint):
         text = (self.vocabulary.first_tokens if place.first else self.vocabulary.tokens)[token]
         if text is None:
             return None
-        with self._lock:
+        with self._exploring():
             state = self._read(place.state, text)
             return Place(state, False) if self._dfa.is_live(state) else None
 
@@ -103,7 +112,7 @@ class CompiledAutomaton(CompiledConstraint):
         """
         if (known := self._distance.get(place)) is not None:
             return known if known <= limit else None
-        with self._lock:
+        with self._exploring():
             best = {place: 0}
             queue = [(self._at_least(place), 0, place)]
             while queue:
@@ -122,7 +131,7 @@ class CompiledAutomaton(CompiledConstraint):
     def forced_tokens(self, place: Place) -> list[int]:
         """The tokens that every legal text goes on with, if it is cut as the tokenizer cuts it."""
         if (forced := self._forced.get(place)) is None:
-            with self._lock:
+            with self._exploring():
                 forced = self._forced[place] = self._forced_tokens(place)
         return list(forced)
 

@@ -84,25 +84,24 @@ class Regex(Automaton):
         self._compiled: dict[tuple[Node, Term, Term], Term] = {}
         self._derived: dict[tuple[Term, int, Past], Term] = {}
         self._pasts: dict[tuple[Node, bool], int] = {}
-        self._trackers: list[Dfa] = []
+        trackers: list[Dfa] = []
         self.trim = not any(part.asserts or part.least >= syntax.NEVER for part in nodes)
         for part in nodes:
             if isinstance(part, syntax.Behind):
                 before = part.body if part.whole else syntax.sequence(syntax.ANY_TEXT, part.body)
-                self._pasts[part.body, part.whole] = len(self._trackers)
-                self._trackers.append(Dfa(Regex(before)))
+                self._pasts[part.body, part.whole] = len(trackers)
+                trackers.append(Dfa(Regex(before)))
+        self.members = tuple(trackers)
         trees = [part.tree for part in nodes if isinstance(part, syntax.Character)]
-        self.byte_class = common_classes(
-            [byte_classes(trees), *(tracker.byte_class for tracker in self._trackers)]
-        )
-        self.start = (self._compile(node, _END, _END), (Dfa.start,) * len(self._trackers))
+        self.byte_class = common_classes([byte_classes(trees), *(tracker.byte_class for tracker in trackers)])
+        self.start = (self._compile(node, _END, _END), (Dfa.start,) * len(trackers))
 
     def step(self, state: tuple[Term, Past], byte: int) -> tuple[Term, Past] | None:
         term, past = state
         after = self._derive(term, byte, past)
         if after is _NOTHING:
             return None
-        return after, tuple(tracker.step(here, byte) for tracker, here in zip(self._trackers, past, strict=True))
+        return after, tuple(tracker.step(here, byte) for tracker, here in zip(self.members, past, strict=True))
 
     def accepts(self, state: tuple[Term, Past]) -> bool:
         return self._ends(*state)
@@ -136,6 +135,7 @@ class Regex(Automaton):
             return _NOTHING if branch is None else self._bytes(branch, term.after)
         key = (term, byte, past)
         if (derived := self._derived.get(key)) is None:
+            self.work += 1
             match term:
                 case _Loop():
                     derived = self._derive(self._unroll(term), byte, past)
@@ -153,7 +153,7 @@ class Regex(Automaton):
         return derived
 
     def _holds(self, term: _Past, past: Past) -> bool:
-        return self._trackers[term.index].accepting[past[term.index]] is not term.negated
+        return self.members[term.index].accepting[past[term.index]] is not term.negated
 
     def _compile(self, node: Node, consumed: Term, empty: Term) -> Term:
         """``node`` and what follows it: ``consumed`` if it took some text, ``empty`` if it took none.
@@ -219,7 +219,9 @@ class Regex(Automaton):
     def _or(self, terms: Iterable[Term]) -> Term:
         parts: set[Term] = set()
         for term in terms:
-            parts |= term.parts if isinstance(term, _Or) else {term}
+            inner = term.parts if isinstance(term, _Or) else {term}
+            self.work += len(inner)
+            parts |= inner
         if _EVERYTHING in parts:
             return _EVERYTHING
         parts.discard(_NOTHING)
@@ -252,7 +254,9 @@ class Regex(Automaton):
     def _and(self, terms: Iterable[Term]) -> Term:
         parts: set[Term] = set()
         for term in terms:
-            parts |= term.parts if isinstance(term, _And) else {term}
+            inner = term.parts if isinstance(term, _And) else {term}
+            self.work += len(inner)
+            parts |= inner
         if _NOTHING in parts:
             return _NOTHING
         parts.discard(_EVERYTHING)

@@ -148,6 +148,10 @@ def parse(pattern: str) -> Node:
         InputError: ``re`` does not take it.
         UnsupportedConstraint: it has a feature that is not regular, or is too large; names the feature.
     """
+    if len(pattern) > MOST_POSITIONS:
+        raise UnsupportedConstraint(
+            f"regex {_cut(pattern)} has {len(pattern):,} characters, more than {MOST_POSITIONS:,}", ("size",)
+        )
     try:
         re.compile(pattern)
         parsed = sre_parser.parse(pattern)
@@ -213,7 +217,7 @@ class _Reader:
 
     def _unsupported(self, feature: str) -> UnsupportedConstraint:
         return UnsupportedConstraint(
-            f"regex {_cut(self._pattern)}: {feature} is not regular, so no mask can enforce it; write the pattern without",
+            f"regex {_cut(self._pattern)}: a {feature} cannot be made part of an automaton; write the pattern without it",
             (feature,),
         )
 
@@ -224,18 +228,20 @@ _FEATURES = {
     "ATOMIC_GROUP": "atomic group",
     "POSSESSIVE_REPEAT": "possessive quantifier",
 }
-_CHARACTER_FLAGS = re.IGNORECASE | re.ASCII | re.DOTALL | re.UNICODE
+# Plain numbers: arithmetic on re.RegexFlag is many times slower.
+_IGNORECASE, _MULTILINE = int(re.IGNORECASE), int(re.MULTILINE)
+_CHARACTER_FLAGS = _IGNORECASE | int(re.ASCII | re.DOTALL | re.UNICODE)
 
 
 def _anchor(at: Any, flags: int) -> Node:
     newline = character(((10, 10),))
     start, end = behind(EMPTY, whole=True), ahead(EMPTY, whole=True)
     if at is sre.AT_BEGINNING:
-        return either(start, behind(newline)) if flags & re.MULTILINE else start
+        return either(start, behind(newline)) if flags & _MULTILINE else start
     if at is sre.AT_BEGINNING_STRING:
         return start
     if at is sre.AT_END:
-        return either(end, ahead(newline)) if flags & re.MULTILINE else ahead(repeat(newline, 0, 1), whole=True)
+        return either(end, ahead(newline)) if flags & _MULTILINE else ahead(repeat(newline, 0, 1), whole=True)
     if at is sre.AT_END_STRING:
         return end
     word = character(_spans(sre.IN, ((sre.CATEGORY, sre.CATEGORY_WORD),), flags & _CHARACTER_FLAGS))
@@ -245,16 +251,14 @@ def _anchor(at: Any, flags: int) -> Node:
         if not re.fullmatch(r"\B", ""):  # before Python 3.14
             outside = sequence(outside, either(behind(ANY_CHARACTER), ahead(ANY_CHARACTER)))
         return either(inside, outside)
-    return either(
-        sequence(behind(word), ahead(word, negated=True)), sequence(behind(word, negated=True), ahead(word))
-    )
+    return either(sequence(behind(word), ahead(word, negated=True)), sequence(behind(word, negated=True), ahead(word)))
 
 
 @lru_cache(maxsize=4096)
 def _spans(op: Any, argument: Any, flags: int) -> Spans:
     """The characters that one element of a pattern matches."""
     elements = argument if op is sre.IN else ((op, argument),)
-    if not flags & re.IGNORECASE and all(kind in (sre.LITERAL, sre.RANGE) for kind, _ in elements):
+    if not flags & _IGNORECASE and all(kind in (sre.LITERAL, sre.RANGE) for kind, _ in elements):
         return tuple((value, value) if kind is sre.LITERAL else value for kind, value in elements)
     state = sre_parser.State()
     state.flags = flags
