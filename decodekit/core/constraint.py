@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Self
 
 import numpy as np
+import torch
 from torch import Tensor
-
-from decodekit.core.vocabulary import Vocabulary
 
 
 def mask_words(width: int) -> int:
@@ -19,6 +18,17 @@ def mask_words(width: int) -> int:
 def mask_tokens(row: Tensor) -> list[int]:
     """The ids whose bits are set in one row of a mask, [ceil(V/32)] int32."""
     return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
+
+
+def unpacked(mask: Tensor, width: int) -> Tensor:
+    """[R, ceil(V/32)] int32 as [R, V] truth values, on the device of the mask."""
+    bits = (mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return bits.flatten(1)[:, :width].bool()
+
+
+def is_legal(row: Tensor, token: int) -> bool:
+    """Whether the bit of ``token`` is set in one row of a mask, [ceil(V/32)] int32."""
+    return bool(int(row[token // 32]) >> token % 32 & 1)
 
 
 class ConstraintState(ABC):

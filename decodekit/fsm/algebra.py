@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import numpy as np
 
@@ -16,7 +15,6 @@ Live = tuple[tuple[int, int], ...]
 """The members of a union that can still go on, each with its state."""
 
 
-@cache
 def any_text() -> Dfa:
     """Every text."""
     return Dfa(Regex(syntax.ANY_TEXT))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import takewhile
@@ -23,6 +23,8 @@ from decodekit.fsm.trie import Ints, TokenTrie
 
 _KEPT_BYTES = 64 * 2**20
 _MOST_FORCED = 512
+_NO_LIMIT = 1 << 60
+_BYTES_OF_TEXT = {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}
 
 
 class Place(NamedTuple):
@@ -42,8 +44,6 @@ class CompiledAutomaton(CompiledConstraint):
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._dfa = Dfa(automaton)
-        if not self._dfa.is_live(Dfa.start):
-            raise InputError("no text satisfies this constraint; relax one of its parts")
         self._lock = RLock()
         self._longest = _tries(vocabulary)[1].longest
         self._eos = np.zeros(vocabulary.width, dtype=bool)
@@ -53,6 +53,10 @@ class CompiledAutomaton(CompiledConstraint):
         self._reached: dict[Place, list[Place]] = {}
         self._forced: dict[Place, list[int]] = {}
         self._distance: dict[Place, int] = {}
+        self._spells_all = {token for token in vocabulary.tokens if token and len(token) == 1} >= _BYTES_OF_TEXT
+        start = self.start()._places[0]
+        if not (self._dfa.is_live(start.state) and self._can_end(start)):
+            raise InputError("no text that the tokenizer can spell satisfies this constraint; relax one of its parts")
 
     def start(self) -> FsmState:
         """A fresh state before the first token."""
@@ -73,7 +77,10 @@ class CompiledAutomaton(CompiledConstraint):
         """[ceil(V/32)] int32, shared: the legal tokens."""
         if (mask := self._masks.get(place)) is None:
             with self._exploring():
-                legal = self._after_each(place) != DEAD
+                after = self._after_each(place)
+                if not self._spells_all:
+                    after = self._kept(after, lambda state: self._can_end(Place(state, False)))
+                legal = after != DEAD
                 if self.accepts(place):
                     legal |= self._eos
                 mask = _packed(legal)
@@ -85,11 +92,11 @@ class CompiledAutomaton(CompiledConstraint):
     def mask_within(self, place: Place, limit: int) -> Tensor:
         """[ceil(V/32)] int32: the legal tokens after which the text can end within ``limit`` tokens, these included."""
         with self._exploring():
-            after = self._after_each(place)
-            in_time = np.zeros(len(self._dfa), dtype=bool)
-            for state in _distinct(after):
-                in_time[state] = self.distance(Place(state, False), limit - 1) is not None
-            legal = in_time[after]
+
+            def ends_in_time(state: int) -> bool:
+                return self.distance(Place(state, False), limit - 1) is not None
+
+            legal = self._kept(self._after_each(place), ends_in_time) != DEAD
             return _packed(legal | self._eos if self.accepts(place) else legal)
 
     def after(self, place: Place, token: int) -> Place | None:
@@ -102,8 +109,8 @@ class CompiledAutomaton(CompiledConstraint):
         if text is None:
             return None
         with self._exploring():
-            state = self._read(place.state, text)
-            return Place(state, False) if self._dfa.is_live(state) else None
+            after = Place(self._read(place.state, text), False)
+            return after if self._dfa.is_live(after.state) and self._can_end(after) else None
 
     def distance(self, place: Place, limit: int) -> int | None:
         """The fewest tokens after which the text may end; ``None`` if more than ``limit``.
@@ -126,6 +133,8 @@ class CompiledAutomaton(CompiledConstraint):
                     if estimate <= limit and taken + 1 < best.get(ahead, limit + 1):
                         best[ahead] = taken + 1
                         heapq.heappush(queue, (estimate, -taken - 1, ahead))
+            if limit == _NO_LIMIT:
+                self._distance[place] = _NO_LIMIT + 1
             return None
 
     def forced_tokens(self, place: Place) -> list[int]:
@@ -162,7 +171,7 @@ class CompiledAutomaton(CompiledConstraint):
             rest = text[cut:].encode()
             starts = [rest[skipped:] for skipped in range(len(text[cut].encode()))]
             nodes = [node for start in starts if (node := trie.find(start)) is not None]
-            if any(self._only_live(trie.walk(self._dfa, state, node)).any() for node in nodes):
+            if any(self._kept(trie.walk(self._dfa, state, node), self._dfa.is_live).any() for node in nodes):
                 found.append(cut)
         return found
 
@@ -188,15 +197,19 @@ class CompiledAutomaton(CompiledConstraint):
     def _after_each(self, place: Place) -> Ints:
         """[V] the state after each token; ``DEAD`` for those that are not legal, EOS among them."""
         first, others = _tries(self.vocabulary)
-        return self._only_live((first if place.first else others).walk(self._dfa, place.state))
+        after = (first if place.first else others).walk(self._dfa, place.state)
+        return after if self._dfa.trim else self._kept(after, self._dfa.is_live)
 
-    def _only_live(self, states: Ints) -> Ints:
-        if self._dfa.trim:
-            return states
-        live = np.zeros(len(self._dfa), dtype=bool)
+    def _kept(self, states: Ints, keeps: Callable[[int], bool]) -> Ints:
+        """``states`` with ``DEAD`` for those that are not to be kept."""
+        kept = np.zeros(len(self._dfa), dtype=bool)
         for state in _distinct(states):
-            live[state] = self._dfa.is_live(state)
-        return np.where(live[states], states, DEAD)
+            kept[state] = keeps(state)
+        return np.where(kept[states], states, DEAD)
+
+    def _can_end(self, place: Place) -> bool:
+        """Whether the tokens can spell a completion of a live state: any can, if each byte is a token."""
+        return self._spells_all or self.distance(place, _NO_LIMIT) is not None
 
     def _read(self, state: int, text: bytes) -> int:
         for byte in text:

@@ -7,9 +7,9 @@ categories and case folding are Python's by construction.
 from __future__ import annotations
 
 import re
-import re._compiler as sre_compiler  # type: ignore[import-not-found]
-import re._constants as sre  # type: ignore[import-not-found]
-import re._parser as sre_parser  # type: ignore[import-not-found]
+import re._compiler as sre_compiler
+import re._constants as sre
+import re._parser as sre_parser
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
