@@ -52,8 +52,12 @@ class Intersection(Automaton):
         self.start: tuple[int, ...] = (Dfa.start,) * len(self.members)
 
     def step(self, state: tuple[int, ...], byte: int) -> tuple[int, ...] | None:
-        after = tuple(member.step(here, byte) for member, here in zip(self.members, state, strict=True))
-        return None if DEAD in after else after
+        after = []
+        for member, here in zip(self.members, state, strict=True):
+            if (there := member.step(here, byte)) == DEAD:
+                return None
+            after.append(there)
+        return tuple(after)
 
     def accepts(self, state: tuple[int, ...]) -> bool:
         return all(member.accepting[here] for member, here in zip(self.members, state, strict=True))

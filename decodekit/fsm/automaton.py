@@ -68,6 +68,7 @@ class Dfa:
         self._automaton = automaton
         self.trim = automaton.trim
         self.byte_class = automaton.byte_class
+        self._columns: list[int] = self.byte_class.tolist()
         classes, self._first_bytes, sizes = np.unique(self.byte_class, return_index=True, return_counts=True)
         self.only_bytes = [
             int(byte) if size == 1 else None for byte, size in zip(self._first_bytes, sizes, strict=True)
@@ -88,7 +89,7 @@ class Dfa:
 
     def step(self, state: int, byte: int) -> int:
         """The state after ``byte``; ``DEAD`` is certain only when the automaton is trim, ask ``is_live`` otherwise."""
-        return self.step_class(state, int(self.byte_class[byte]))
+        return self.step_class(state, self._columns[byte])
 
     def step_class(self, state: int, column: int) -> int:
         """As ``step``, for any byte of a class.
@@ -96,7 +97,7 @@ class Dfa:
         Raises:
             UnsupportedConstraint: more states or steps than allowed.
         """
-        after = int(self.table[state, column])
+        after = self.table.item(state, column)
         if after == _UNKNOWN:
             before = self._automaton.work
             stepped = self._automaton.step(self._values[state], int(self._first_bytes[column]))

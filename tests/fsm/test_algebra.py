@@ -8,9 +8,9 @@ from decodekit.fsm.algebra import Concatenation, Difference, Intersection, Texts
 from decodekit.fsm.automaton import DEAD, Dfa
 from decodekit.fsm.regex import Regex
 from decodekit.fsm.syntax import parse
-from tests.fsm.patterns import has, simple_regexes, texts
+from tests.fsm.patterns import has, plain_regexes, texts
 
-relaxed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def dfa(pattern):
@@ -22,7 +22,7 @@ def matches(pattern, text):
 
 
 @relaxed
-@given(simple_regexes, simple_regexes, texts)
+@given(plain_regexes, plain_regexes, texts)
 @example("a+", "b+", "")
 def test_union_intersection_and_difference_are_those_of_sets(one, other, text):
     in_one, in_other = matches(one, text), matches(other, text)
@@ -32,7 +32,7 @@ def test_union_intersection_and_difference_are_those_of_sets(one, other, text):
 
 
 @relaxed
-@given(simple_regexes, simple_regexes, texts)
+@given(plain_regexes, plain_regexes, texts)
 def test_concatenation_cuts_anywhere(one, other, text):
     cuts = range(len(text) + 1)
     expected = any(matches(one, text[:cut]) and matches(other, text[cut:]) for cut in cuts)
@@ -40,7 +40,7 @@ def test_concatenation_cuts_anywhere(one, other, text):
 
 
 @relaxed
-@given(simple_regexes, simple_regexes, texts)
+@given(plain_regexes, plain_regexes, texts)
 def test_de_morgan(one, other, text):
     def complement(inner):
         return Dfa(Difference(any_text(), inner))
