@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from decodekit.cache.ledger import ledger
     from decodekit.cache.paged import PagedCache
+    from decodekit.core.accepts import accepts
     from decodekit.core.errors import (
         DecodekitError,
         InputError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOME = {
     "decodekit.cache.ledger": ("ledger",),
     "decodekit.cache.paged": ("PagedCache",),
+    "decodekit.core.accepts": ("accepts",),
     "decodekit.core.errors": (
         "DecodekitError",
         "InputError",

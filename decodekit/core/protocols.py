@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, mo
 from torch import Tensor
 
 from decodekit.core.candidates import Candidate, Deciding
+from decodekit.core.constraint import CompiledConstraint
 from decodekit.core.drafts import DraftHost, DraftState
 from decodekit.core.search import Advance, Group
 from decodekit.core.types import Branch, Need, Outputs, Request, Rows
+from decodekit.core.vocabulary import Vocabulary
 
 
 class Plugin(BaseModel):
@@ -179,9 +181,12 @@ class Constraint(Plugin):
     """A language that the output must belong to."""
 
     @abstractmethod
-    def start(self, vocab: Any) -> Any:
-        """A fresh state with ``mask(out, row)``, ``advance(token)``, ``rollback(n)``, ``fork()``, ``forced_tokens()`` and
-        ``is_accepting()``.
+    def compile(self, vocabulary: Vocabulary) -> CompiledConstraint:
+        """This language as masks over a vocabulary.
+
+        Raises:
+            UnsupportedConstraint: it cannot be enforced as given; names the keywords.
+            InputError: it is no language, such as a pattern with a syntax error, or one without any text.
         """
 
 

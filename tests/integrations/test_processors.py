@@ -1,16 +1,19 @@
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 import decodekit
-from decodekit import InputError, Refused, Rule
+from decodekit import InputError, Refused, RowError, Rule
+from decodekit.constraints.regex import Regex
 from decodekit.core import registry
 from decodekit.core.random import Stream, prompt_digest
 from decodekit.core.types import Request
 from decodekit.rules.frequency_penalty import FrequencyPenalty
 from decodekit.rules.min_length import MinLength
-from decodekit.testing import make_rows
+from decodekit.testing import make_rows, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.integration
 
@@ -86,7 +89,69 @@ class Stateful(Rule):
 def test_what_cannot_be_carried_is_refused(tokenizer) -> None:
     with pytest.raises(Refused, match="rule 'stateful' keeps state for each row"):
         decodekit.as_logits_processor(Stateful(), tokenizer)
-    with pytest.raises(InputError, match="expected a decodekit rule, got str"):
+    with pytest.raises(InputError, match="expected a decodekit rule or constraint, got str"):
         decodekit.as_logits_processor("top_p", tokenizer)
     with pytest.raises(InputError, match="needs the model's tokenizer"):
         decodekit.as_logits_processor(MinLength(n=1), None)
+
+
+PATTERN = "(the |[a-d]{2}){2,6}[xyz]"
+
+
+def constrained(model, tokenizer, constraint, prompts=("abc", "hello the"), before=(), **options):
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    processor = decodekit.as_logits_processor(constraint, tokenizer)
+    output = model.generate(
+        **inputs, logits_processor=[*before, processor], max_new_tokens=40, pad_token_id=0, **options
+    )
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, inputs.input_ids.shape[1] :]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "num_return_sequences": 4},
+        {"num_beams": 4, "num_return_sequences": 4},
+        {"num_beams": 3, "do_sample": True},
+    ],
+)
+def test_every_output_of_generate_belongs_to_the_language(model, tokenizer, options):
+    torch.manual_seed(0)
+    texts = constrained(model, tokenizer, Regex(pattern=PATTERN), **({"do_sample": False} | options))
+    assert len(texts) == 2 * options.get("num_return_sequences", 1)
+    assert all(re.fullmatch(PATTERN, text) for text in texts), texts
+
+
+def test_rows_end_at_different_steps(dense, tokenizer):
+    torch.manual_seed(1)
+    texts = constrained(dense, tokenizer, Regex(pattern="1{1,3}"), do_sample=True, num_return_sequences=8)
+    assert len({len(text) for text in texts}) > 1
+    assert all(set(text) == {"1"} for text in texts)
+
+
+def test_beams_with_fewer_legal_tokens_than_beams(dense, tokenizer):
+    texts = constrained(dense, tokenizer, Regex(pattern="a[bc]d"), num_beams=4, num_return_sequences=2)
+    assert {*texts[:2]} == {"abd", "acd"} == {*texts[2:]}
+
+
+def test_logits_wider_than_the_tokenizer_are_masked(tokenizer):
+    wide = tiny_model("dense", vocab_size=130)
+    wide.lm_head.weight[100:] *= 50  # without a mask these win
+    assert constrained(wide, tokenizer, Regex(pattern="[ab]{5}")) != ["", ""]
+    assert all(re.fullmatch("[ab]{5}", text) for text in constrained(wide, tokenizer, Regex(pattern="[ab]{5}")))
+
+
+def test_says_so_when_other_processors_ban_all_legal_tokens(dense, tokenizer):
+    class BanDigits(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            digits = tokenizer.convert_tokens_to_ids([*"0123456789"])
+            return scores.index_fill(1, torch.tensor(digits), -torch.inf)
+
+    with pytest.raises(RowError, match="row 0: every token that constraint 'regex' allows is banned"):
+        constrained(dense, tokenizer, Regex(pattern=r"\d+"), before=[BanDigits()])
+
+
+def test_each_call_starts_anew(dense):
+    constraint, tokenizer = Regex(pattern="[a-c]{3}"), tiny_tokenizer()
+    assert constrained(dense, tokenizer, constraint) == constrained(dense, tokenizer, constraint)

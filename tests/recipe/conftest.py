@@ -116,14 +116,14 @@ class JsonSchema(Constraint):
     schema_: RecipePath | dict[str, Any] = Field(alias="schema", default={})
     note: Any = None
 
-    def start(self, vocab: Any) -> Any: ...
+    def compile(self, vocabulary: Any) -> Any: ...
 
 
 class Regex(Constraint):
     kind: Literal["regex"] = "regex"
     file: RecipePath
 
-    def start(self, vocab: Any) -> Any: ...
+    def compile(self, vocabulary: Any) -> Any: ...
 
 
 class Ngram(Drafter):

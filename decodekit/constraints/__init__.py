@@ -1,0 +1,1 @@
+"""Built-in constraints, one a file, and the engines behind them."""

@@ -1,0 +1,103 @@
+"""What a constraint compiles to, and one row's place in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def mask_words(width: int) -> int:
+    """The int32 words that a mask over ``width`` logits takes."""
+    return (width + 31) // 32
+
+
+def mask_tokens(row: Tensor) -> list[int]:
+    """The ids whose bits are set in one row of a mask, [ceil(V/32)] int32."""
+    return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
+
+
+def unpacked(mask: Tensor, width: int) -> Tensor:
+    """[R, ceil(V/32)] int32 as [R, V] truth values, on the device of the mask."""
+    bits = (mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return bits.flatten(1)[:, :width].bool()
+
+
+def is_legal(row: Tensor, token: int) -> bool:
+    """Whether the bit of ``token`` is set in one row of a mask, [ceil(V/32)] int32."""
+    return bool(int(row[token // 32]) >> token % 32 & 1)
+
+
+class ConstraintState(ABC):
+    """One row's place in a compiled constraint; every row and every call begins with a fresh one.
+
+    After an EOS nothing but EOS is legal, so that a finished row stays finished.
+    """
+
+    @abstractmethod
+    def mask(self, out: Tensor, row: int) -> None:
+        """Overwrite ``out[row]`` with the legal tokens: bit ``v % 32`` of word ``v // 32`` stands for token v.
+
+        Args:
+            out: [R, ceil(V/32)] int32 on the CPU, where V is the width of the logits, not of the tokenizer.
+            row: which of its rows.
+        """
+
+    @abstractmethod
+    def advance(self, token: int) -> None:
+        """Go on by one token.
+
+        Raises:
+            RowError: the token is not legal here; the state is as it was.
+        """
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens, as if they had never been taken."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """A copy that goes its own way."""
+
+    @abstractmethod
+    def forced_tokens(self) -> list[int]:
+        """The tokens that every legal continuation begins with, cut as the tokenizer cuts that text; never an EOS."""
+
+    @abstractmethod
+    def is_accepting(self) -> bool:
+        """Whether the text may end here: then, and only then, is EOS legal."""
+
+    @abstractmethod
+    def min_tokens_to_accept(self, limit: int) -> int | None:
+        """The fewest tokens after which the text may end (EOS not counted); ``None`` if more than ``limit`` or unknown."""
+
+    def mask_within(self, out: Tensor, row: int, limit: int) -> None:
+        """As ``mask``, but of the tokens only those after which the text can end within ``limit`` tokens, this one included.
+
+        EOS is legal as ever where the text may end. The mask is empty when no text ends in time.
+        """
+        self.mask(out, row)
+        for token in mask_tokens(out[row]):
+            ahead = self.fork()
+            ahead.advance(token)
+            if not self.is_accepting() and ahead.min_tokens_to_accept(limit - 1) is None:
+                out[row, token // 32] &= ~(1 << token % 32)
+
+
+class CompiledConstraint(ABC):
+    """A language as masks over one vocabulary.
+
+    Attributes:
+        exact: the masks allow what the language allows and nothing else.
+        unsupported: the keywords that it cannot enforce; empty when ``exact``.
+    """
+
+    exact: bool = True
+    unsupported: tuple[str, ...] = ()
+
+    @abstractmethod
+    def start(self) -> ConstraintState:
+        """A fresh state before the first token."""

@@ -1,0 +1,101 @@
+"""The tokens of a vocabulary as a tree of their bytes, walked by an automaton level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decodekit.fsm.automaton import DEAD, Dfa
+
+Ints = NDArray[np.int32]
+
+
+class TokenTrie:
+    """Tokens that begin alike share their first bytes. Nodes are numbered level by level, the root is 0.
+
+    Args:
+        tokens: the bytes of each id; ``None`` or empty for ids that are no text.
+
+    Attributes:
+        longest: the bytes of the longest token.
+    """
+
+    def __init__(self, tokens: Sequence[bytes | None]) -> None:
+        ids = [index for index, token in enumerate(tokens) if token]
+        ids.sort(key=lambda index: tokens[index] or b"")
+        texts = [tokens[index] or b"" for index in ids]
+        self._width = len(tokens)
+        self._ids = np.array(ids, dtype=np.int64)
+        text = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        lengths = np.array([len(token) for token in texts], dtype=np.int64)
+        begins = np.cumsum(lengths) - lengths
+
+        node_of = np.zeros(len(ids), dtype=np.int32)  # of each token, sorted: how far down it was followed
+        node_bytes = [np.zeros(1, dtype=np.uint8)]
+        parents = [np.zeros(1, dtype=np.int32)]
+        rows = np.arange(len(ids))
+        count = 1
+        self.longest = int(lengths.max(initial=0))
+        for depth in range(self.longest):
+            rows = rows[lengths[rows] > depth]
+            above, byte = node_of[rows], text[begins[rows] + depth]
+            is_new = np.ones(len(rows), dtype=bool)
+            is_new[1:] = (above[1:] != above[:-1]) | (byte[1:] != byte[:-1])
+            node_of[rows] = count - 1 + np.cumsum(is_new)
+            parents.append(above[is_new])
+            node_bytes.append(byte[is_new])
+            count += int(is_new.sum())
+        self._byte = np.concatenate(node_bytes)
+        self._ends = node_of
+        children = np.bincount(np.concatenate(parents)[1:], minlength=count)
+        self._children = children.astype(np.int32)
+        self._first_child = (1 + np.cumsum(children) - children).astype(np.int32)
+
+    def find(self, text: bytes) -> int | None:
+        """The node of ``text``; ``None`` if no token begins with it."""
+        node = 0
+        for byte in text:
+            first, count = int(self._first_child[node]), int(self._children[node])
+            place = first + int(np.searchsorted(self._byte[first : first + count], byte))
+            if place == first + count or self._byte[place] != byte:
+                return None
+            node = place
+        return node
+
+    def walk(self, dfa: Dfa, state: int, node: int = 0) -> Ints:
+        """[V] the state after the rest of each token: ``DEAD`` where it leads nowhere, and for tokens without such a rest.
+
+        Args:
+            dfa: what reads the bytes.
+            state: of ``dfa``, at ``node``.
+            node: what was read of the tokens before; the root by default, where nothing was.
+        """
+        state_of = np.full(len(self._byte), DEAD, dtype=np.int32)
+        column_of = dfa.byte_class[self._byte]
+        nodes, states = np.array([node], dtype=np.int32), np.array([state], dtype=np.int32)
+        while len(nodes):
+            counts = self._children[nodes]
+            states = np.repeat(states, counts)
+            # The children of a node are numbered in a row: count on from the first of each.
+            skipped = np.cumsum(counts) - counts
+            nodes = np.repeat(self._first_child[nodes] - skipped, counts) + np.arange(len(states), dtype=np.int32)
+            states = _stepped(dfa, states, column_of[nodes])
+            alive = states != DEAD
+            nodes, states = nodes[alive], states[alive]
+            state_of[nodes] = states
+        after = np.full(self._width, DEAD, dtype=np.int32)
+        after[self._ids] = state_of[self._ends]
+        return after
+
+
+def _stepped(dfa: Dfa, states: Ints, columns: NDArray[np.intp]) -> Ints:
+    after = dfa.table[states, columns]
+    unknown = after < 0
+    if unknown.any():
+        asked = np.unique(states[unknown] * np.int64(dfa.table.shape[1]) + columns[unknown])
+        for pair in asked.tolist():
+            dfa.step_class(*divmod(pair, dfa.table.shape[1]))
+        after = dfa.table[states, columns]
+    return after
