@@ -51,11 +51,13 @@ class Draft:
         parents: [G] the node that each follows, -1 for the row itself; a chain when left out. A parent comes before its
             children, and no two children of a parent have the same token.
         q: [G, V] the distribution that each token was drawn from, given its parent; left out where none was drawn from.
+        forced: nobody proposed it: a constraint leaves no other way to go on.
     """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] | None = None
     q: Tensor | None = None
+    forced: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -82,12 +84,14 @@ class Draft:
         inner = set(self.parent_of)
         return [node for node in range(len(self.tokens)) if node not in inner]
 
-    def pruned(self, most: int) -> Draft:
-        """Its first ``most`` nodes; their parents are among them."""
-        if len(self.tokens) <= most:
+    def kept(self, nodes: Sequence[int]) -> Draft:
+        """It with these nodes alone, in order; the parents of each must be among them."""
+        if len(nodes) == len(self.tokens):
             return self
-        parents = None if self.parents is None else self.parents[:most]
-        return Draft(self.tokens[:most], parents, None if self.q is None else self.q[:most])
+        place = {-1: -1, **{node: own for own, node in enumerate(nodes)}}
+        parents = [place[self.parent_of[node]] for node in nodes]
+        q = None if self.q is None else self.q[list(nodes)]
+        return Draft([self.tokens[node] for node in nodes], parents, q)
 
     def check(self, budget: int, vocab: int, kind: str) -> None:
         """Refuse what cannot be verified.

@@ -180,6 +180,12 @@ class SequenceStrategy(Plugin):
 class Constraint(Plugin):
     """A language that the output must belong to."""
 
+    after: str | None = Field(None, min_length=1, description="a text that the output is free until, such as </think>")
+
+    def violation(self, text: str) -> str | None:
+        """What a finished text breaks that masks could not enforce, in one line; ``None`` where nothing."""
+        return None
+
     @abstractmethod
     def compile(self, vocabulary: Vocabulary) -> CompiledConstraint:
         """This language as masks over a vocabulary.

@@ -41,6 +41,8 @@ class CompiledAutomaton(CompiledConstraint):
         InputError: no text belongs to the language.
     """
 
+    counts_exactly = True
+
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._dfa = Dfa(automaton)

@@ -91,7 +91,7 @@ def sessions_of(
         cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)
         if cache is not None:
             keep_prompt = bool(kept) and plan.search is not None and plan.search.reads_prompt
-            rollbacks = plan.drafter is not None
+            rollbacks = plan.rolls_back
             sessions.append(
                 PagedSession(runner, cache, own_prompts, layers=kept, keep_prompt=keep_prompt, rollbacks=rollbacks)
             )

@@ -52,7 +52,7 @@ def paged_cache(
                 f"{needed} forks its rows or takes tokens back, which a dynamic cache cannot; leave cache out"
             )
         return None
-    if not asked and needed is None and sum(len(rows) for rows in prompts.values()) == 1:
+    if not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1:
         return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:

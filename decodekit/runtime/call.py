@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from decodekit.core import compat
-from decodekit.core.errors import InputError, Refused, nearest
+from decodekit.core.errors import InputError, RecipeError, Refused, UnsupportedConstraint, nearest
 from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
 from decodekit.recipe import Recipe
 from decodekit.runtime.branches import sessions_of, too_long
+from decodekit.runtime.constraining import Constraints, Forcing
 from decodekit.runtime.drafting import BLOCK_SIZE, Host
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.loop import Loop
@@ -23,12 +24,13 @@ from decodekit.runtime.pipeline import Pipeline, Step
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.processors import CallersStep, option_steps
 from decodekit.runtime.sequence import Limits, SequenceState
+from decodekit.runtime.session import PagedSession, Session
 from decodekit.runtime.settings import Settings, merge_rules, resolve
 from decodekit.runtime.speculation import Speculation
 from decodekit.runtime.tasks import PlainTask, Result, SearchTask, SequenceTask, Task
 from decodekit.runtime.text import TextTracker, encoder
 
-INPUTS = ("text", "context", "negative_prompt", "seed")
+INPUTS = ("text", "context", "negative_prompt", "constraint", "seed")
 """What a prompt may bring besides its ids; strategies may need more."""
 
 BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping")
@@ -109,6 +111,8 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
     _check_tokenizer(settings, plan, given)
     sequences = _sequences(model, prepared, settings, given, prompts, seed, started, plan)
+    if plan.constrained:
+        _constrain(model, recipe, settings, given, sequences)
     sessions = sessions_of(model, plan, prepared, recipe, settings, sequences, given.models, scoring=given.scoring)
     steps = _steps(model, prepared, recipe, settings, given, sequences)
     pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=recipe.fallback, eos=settings.eos)
@@ -123,7 +127,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         criteria=settings.criteria.own,
         keep_logprobs=given.keep_logprobs or plan.search is not None,
         keep_stages=given.keep_stages,
-        speculation=_speculation(model, plan, pipeline, sequences, given),
+        speculation=None if given.scoring else _speculation(model, plan, pipeline, sequences, sessions, given),
     )
     loop.started = started
     if not given.scoring and loop.shows_rows:
@@ -139,41 +143,63 @@ def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
     Raises:
         Refused: the call asks for what the strategy cannot do.
     """
-    if recipe.constraint is not None:
-        raise Refused(
-            f"constraint {recipe.constraint.kind!r} cannot be honoured yet; leave constraint out of the recipe"
-        )
     whole: Any = recipe.strategy
     inner = whole if isinstance(whole, TokenStrategy) else whole.inner
     with guarded(inner, "resolve"):
         inner = inner.resolve(given.tokenizer)
     if given.scoring:
         return Plan(inner)  # what is scored is the distribution that tokens are chosen from
+    constrained = recipe.constraint is not None or any("constraint" in inputs for inputs in given.inputs)
     drafter = recipe.drafter
     if drafter is not None:
         with guarded(drafter, "resolve"):
             drafter = drafter.resolve(given.tokenizer)
     if isinstance(whole, TokenStrategy):
-        return Plan(inner, drafter=drafter)
+        return Plan(inner, drafter=drafter, constrained=constrained)
     if isinstance(whole, SearchStrategy):
         whole = _with_call_options(whole, settings)
     with guarded(whole, "resolve"):
         whole = whole.resolve(given.tokenizer)
     if not isinstance(whole, SearchStrategy):
-        return Plan(inner, sequence=whole, drafter=drafter)
+        return Plan(inner, sequence=whole, drafter=drafter, constrained=constrained)
     if drafter is not None:
         raise Refused(
             f"drafter {drafter.kind!r} drafts for one hypothesis, and {whole.kind!r} keeps several; leave it out"
         )
-    return Plan(inner, search=whole)
+    return Plan(inner, search=whole, constrained=constrained)
+
+
+def _constrain(
+    model: Any, recipe: Recipe, settings: Settings, given: Given, sequences: Sequence[SequenceState]
+) -> None:
+    """Give every row its constraint; a row whose own cannot be fails alone."""
+    width = model.get_output_embeddings().weight.shape[0]
+    constraints = Constraints(recipe.constraint, given.tokenizer, width, settings.eos)
+    for sequence in sequences:
+        if sequence.error is not None:
+            continue
+        inputs = sequence.request.inputs
+        try:
+            sequence.constraint = constraints.row(inputs, sequence.limits.max_new_tokens)
+        except (InputError, UnsupportedConstraint, RecipeError) as error:
+            if "constraint" not in inputs:
+                raise
+            sequence.fail(str(error))
 
 
 def _speculation(
-    model: Any, plan: Plan, pipeline: Pipeline, sequences: Sequence[SequenceState], given: Given
+    model: Any,
+    plan: Plan,
+    pipeline: Pipeline,
+    sequences: Sequence[SequenceState],
+    sessions: Sequence[Session],
+    given: Given,
 ) -> Callable[[Loop], Speculation] | None:
     drafter = plan.drafter
     if drafter is None:
-        return None
+        if not plan.rolls_back or not all(isinstance(session, PagedSession) for session in sessions):
+            return None
+        drafter = Forcing()
     longest = [len(own.request.prompt_ids) + max(0, own.limits.max_new_tokens) for own in sequences]
     # Whole blocks, and room for a draft of every row and its forks.
     tokens = sum(plan.rows * (own + 3 * drafter.max_tokens + 4 * BLOCK_SIZE) for own in longest)
@@ -241,8 +267,6 @@ def _check_inputs(given: Given, plan: Plan, prompts: int) -> None:
         raise InputError(f"dk_inputs is a list of one dict a prompt: expected {prompts}, got {found}")
     known = {*INPUTS, *(str(need) for strategy in (plan.strategy, plan.whole) for need in strategy.needs)}
     for index, inputs in enumerate(given.inputs):
-        if "constraint" in inputs:
-            raise Refused(f"dk_inputs[{index}]: a constraint cannot be honoured yet; leave it out")
         for name in inputs:
             if name not in known:
                 raise InputError(f"dk_inputs[{index}]: unknown input {name!r}: {nearest(str(name), known)}")

@@ -24,6 +24,7 @@ from decodekit.core.protocols import Rule, TokenStrategy
 from decodekit.core.random import SEARCH_LANE, uniform
 from decodekit.core.search import Group, Hypothesis
 from decodekit.core.types import BranchOutputs, Outputs, Request, Rows
+from decodekit.runtime.constraining import constrain
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.history import History
 from decodekit.runtime.pipeline import Picked, Pipeline, select
@@ -174,12 +175,14 @@ class Loop:
     def _take(self, walks: Sequence[Walk], outputs: Outputs, scores: Tensor) -> StepRecord:
         """Choose the next token of each sequence from the outputs at where it stands."""
         sequences = [walk.sequence for walk in walks]
+        scores, dead = constrain(scores, [sequence.constraint for sequence in sequences])
         picked = self._pipeline(
             self._history.rows(sequences, self._pipeline.eos),
             scores,
             [[sequence.states[step] for sequence in sequences] for step in range(len(self._pipeline.steps))],
             record=self._keep_stages,
         )
+        picked.failures.update(dead)
         view = self._view(walks, outputs, picked)
         pieces, committed = [""] * len(walks), [False] * len(walks)
         taken: dict[int, int] = {}
@@ -313,6 +316,8 @@ class Loop:
             sequence.raw_logprobs.append(view.raw[position])
         if view.confidences:
             sequence.confidences.append(view.confidences[position])
+        if sequence.constraint is not None:
+            sequence.constraint.advance(token)
         return sequence.commit(token, view.now)
 
     def _search(self, task: SearchTask, positions: Sequence[int], view: _View) -> dict[int, int]:
@@ -347,6 +352,8 @@ class Loop:
 
         def take(sequence: SequenceState, parent: int, token: int) -> None:
             self._commit_states(sequence, token, logits[parent])
+            if sequence.constraint is not None:
+                sequence.constraint.advance(token)
             sequence.logprobs.append(float(view.final[positions[parent], token]))
             sequence.commit(token, view.now)
 

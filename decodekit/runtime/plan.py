@@ -16,12 +16,14 @@ class Plan:
         search: keeps hypotheses of what ``strategy`` scores, or nothing does.
         sequence: decides between outputs of ``strategy``, or nothing does.
         drafter: proposes tokens for ``strategy`` to verify, or nothing does.
+        constrained: some prompt has a constraint, whose forced tokens are best forwarded together.
     """
 
     strategy: TokenStrategy
     search: SearchStrategy | None = None
     sequence: SequenceStrategy | None = None
     drafter: Drafter | None = None
+    constrained: bool = False
 
     @property
     def rows(self) -> int:
@@ -42,6 +44,16 @@ class Plan:
         if self.drafter is not None:
             return f"drafter {self.drafter.kind!r}"
         return None if self.whole is self.strategy else f"strategy {self.whole.kind!r}"
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether it is better off with a paged cache even where a prompt is alone."""
+        return self.constrained or self.needs_blocks is not None
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether tokens are forwarded that may have to be taken back."""
+        return self.drafter is not None or (self.constrained and self.search is None)
 
     @property
     def whole(self) -> TokenStrategy | SearchStrategy | SequenceStrategy:

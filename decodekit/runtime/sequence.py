@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decodekit.core.types import FinishReason, Request
+from decodekit.runtime.constraining import RowConstraint
 from decodekit.runtime.text import TextTracker
 
 
@@ -38,6 +39,7 @@ class SequenceState:
         confidences: a token, minus the mean log-probability of the most likely ones at its position; likewise.
         states: a rule, its state.
         times: when each token was committed, ``time.perf_counter`` seconds.
+        constraint: its place in the language that it must belong to.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class SequenceState:
     confidences: list[float] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    constraint: RowConstraint | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -79,6 +82,7 @@ class SequenceState:
             confidences=[*self.confidences],
             states=[*self.states],
             times=[*self.times],
+            constraint=None if self.constraint is None else self.constraint.fork(),
         )
 
     def commit(self, token: int, now: float) -> str:

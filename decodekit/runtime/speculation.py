@@ -39,12 +39,14 @@ class Counts:
         drafted: tokens proposed.
         accepted: tokens accepted, by their place in the draft.
         tried: how often a draft had a token at that place.
+        forced: tokens that a constraint left no choice about, forwarded together with others.
     """
 
     rounds: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
     tried: Counter[int] = field(default_factory=Counter)
+    forced: int = 0
 
 
 @dataclass(eq=False)
@@ -144,7 +146,7 @@ class Speculation:
                 drafts = [Draft()] * len(sequences)
         self._proposing = time.perf_counter() - started
         self.seconds["draft_s"] += self._proposing
-        return drafts
+        return [_lawful(*own) for own in zip(sequences, drafts, room, strict=True)]
 
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
         """What to feed; a row whose draft is a tree is forked for every leaf."""
@@ -196,7 +198,7 @@ class Speculation:
                 session.forwarded[walk.sequence.row] += sum(session.forwarded.pop(row, 0) for row in forks)
         self.seconds["verify_s"] += seconds
         self._count(walks)
-        depths = {walk.sequence.row: _depth(walk.draft) for walk in walks}
+        depths = {walk.sequence.row: _depth(walk.draft) for walk in walks if not walk.draft.forced}
         hits = {walk.sequence.row: len(walk.accepted) for walk in walks}
         self._schedule.observe(depths, hits, seconds, self._proposing)
         verified = []
@@ -254,6 +256,7 @@ class Speculation:
             "draft_tokens": drafted,
             "accepted_tokens": accepted.total(),
             "draft_rounds": rounds,
+            "forced_tokens": sum(count.forced for count in own),
             "acceptance_by_position": [accepted[place] / tried[place] for place in sorted(tried)],
             **self.seconds,
             **({"drafter_error": self._broken} if self._broken is not None else {}),
@@ -262,6 +265,9 @@ class Speculation:
     def _count(self, walks: Sequence[Walk]) -> None:
         for walk in walks:
             counts = self.counts.setdefault(walk.sequence.row, Counts())
+            if walk.draft.forced:
+                counts.forced += len(walk.accepted)
+                continue
             counts.rounds += bool(len(walk.draft))
             counts.drafted += len(walk.draft)
             counts.accepted.update(range(len(walk.accepted)))
@@ -282,6 +288,15 @@ def describe(sequence: SequenceState) -> DraftRow:
     """A sequence as drafters see it."""
     request = sequence.request
     return DraftRow(sequence.row, request.prompt_ids, sequence.tokens, request.id, request.stream)
+
+
+def _lawful(sequence: SequenceState, draft: Draft, room: int) -> Draft:
+    """What the row's constraint forces, or else what it allows of the draft."""
+    if sequence.constraint is None:
+        return draft
+    if forced := sequence.constraint.forced(room):
+        return Draft(forced, forced=True)
+    return draft.kept(sequence.constraint.legal(draft.tokens, draft.parent_of)) if len(draft) else draft
 
 
 def _depth(draft: Draft) -> int:

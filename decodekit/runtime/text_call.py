@@ -210,6 +210,8 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "accepted_tokens": 0,
         "path": "torch",
     }
+    if sequence.constraint is not None:
+        stats["constraint"] = sequence.constraint.report(sequence.text)
     if loop.speculation is not None:
         stats |= loop.speculation.stats(sorted(task.rows))
     if not times or loop.prefilled is None:

@@ -1,0 +1,266 @@
+"""Constraints inside the loop: each row's place in its language, masks ready before they are needed.
+
+The mask of a row's next token is filled in a thread as soon as the last one is chosen, so that it is there when the forward
+ends. A row that may get only so many tokens is steered so that its text can still end in time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from decodekit.core import registry
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_words, unpacked
+from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
+from decodekit.core.errors import InputError, RowError
+from decodekit.core.protocols import Constraint, Drafter
+from decodekit.core.vocabulary import Vocabulary
+from decodekit.runtime.guard import guarded
+
+
+class Constraints:
+    """The constraints of a call: the recipe's, and those of single prompts.
+
+    Args:
+        recipe: of every prompt that has none of its own.
+        tokenizer: the model's.
+        width: of the logits.
+        eos: ids that end an output.
+    """
+
+    def __init__(self, recipe: Constraint | None, tokenizer: Any, width: int, eos: tuple[int, ...]) -> None:
+        self._recipe, self._tokenizer, self._width, self._eos = recipe, tokenizer, width, eos
+        self._compiled: list[tuple[Constraint, CompiledConstraint]] = []
+
+    def row(self, inputs: Mapping[str, Any], max_new_tokens: int) -> RowConstraint | None:
+        """The constraint of a row at its start; ``None`` where it has none.
+
+        Raises:
+            UnsupportedConstraint: it cannot be enforced as given.
+            InputError: it is no constraint, there is no tokenizer, or no text of so few tokens belongs to it.
+        """
+        own = inputs.get("constraint", self._recipe)
+        if own is None:
+            return None
+        constraint = cast(Constraint, own if isinstance(own, Constraint) else registry.create("constraints", own))
+        if self._tokenizer is None:
+            raise InputError(
+                f"constraint {constraint.kind!r} needs a tokenizer; give dk_tokenizer=tokenizer or "
+                "decoder.bind(tokenizer=...)"
+            )
+        compiled = self._compile(constraint)
+        state = compiled.start()
+        if compiled.counts_exactly and state.min_tokens_to_accept(max_new_tokens) is None:
+            raise InputError(
+                f"no text of constraint {constraint.kind!r} has at most {max_new_tokens} tokens; raise max_new_tokens or "
+                "loosen the constraint"
+            )
+        marker = Marker(constraint.after, self._tokenizer) if constraint.after else None
+        return RowConstraint(constraint, compiled, state, self._width, max_new_tokens, marker)
+
+    def _compile(self, constraint: Constraint) -> CompiledConstraint:
+        for known, compiled in self._compiled:
+            if known == constraint:
+                return compiled
+        with guarded(constraint, "compile"):
+            vocabulary = Vocabulary.of(self._tokenizer, self._width, self._eos)
+            compiled = constraint.resolve(self._tokenizer).compile(vocabulary)
+        self._compiled.append((constraint, compiled))
+        return compiled
+
+
+class Marker:
+    """A text after which a constraint begins.
+
+    Args:
+        text: the marker.
+        tokenizer: reads the tokens, special ones too.
+        tail: the last characters of the output so far.
+    """
+
+    def __init__(self, text: str, tokenizer: Any, tail: str = "") -> None:
+        self._text, self._tokenizer, self._tail = text, tokenizer, tail
+
+    def seen(self, token: int) -> bool:
+        """Whether the output with this token more holds the marker."""
+        self._tail = (self._tail + self._tokenizer.decode([token]))[-len(self._text) - 64 :]
+        return self._text in self._tail
+
+    def fork(self) -> Marker:
+        """A copy that goes its own way."""
+        return Marker(self._text, self._tokenizer, self._tail)
+
+
+class RowConstraint:
+    """One row's constraint.
+
+    Args:
+        constraint: as it was given.
+        compiled: its masks.
+        state: the row's place in it.
+        width: of the logits.
+        left: tokens that the row may still get.
+        marker: what it begins after; ``None`` once it has begun.
+    """
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        compiled: CompiledConstraint,
+        state: ConstraintState,
+        width: int,
+        left: int,
+        marker: Marker | None,
+    ) -> None:
+        self._constraint, self._compiled, self._state = constraint, compiled, state
+        self._width, self._left, self._marker = width, left, marker
+        self._ahead: Future[Tensor] | None = None
+
+    def mask(self) -> Tensor | None:
+        """[ceil(V/32)] int32, the tokens that may come next; ``None`` while all may.
+
+        Raises:
+            RowError: none may.
+        """
+        if self._marker is not None:
+            return None
+        words = self._ahead.result() if self._ahead is not None else self._fill()
+        self._ahead = None
+        if not bool(words.any()):
+            raise RowError(
+                f"constraint {self._constraint.kind!r} leaves no token here: its text cannot go on or end; loosen it"
+            )
+        return words
+
+    def advance(self, token: int) -> None:
+        """Take a token, and begin to fill the mask of the next.
+
+        Raises:
+            RowError: it is not legal.
+        """
+        self._settled()
+        self._left -= 1
+        if self._marker is not None:
+            if self._marker.seen(token):
+                self._marker = None
+        else:
+            self._state.advance(token)
+        if self._marker is None and self._left > 0:
+            self._ahead = _pool().submit(self._fill)
+
+    def forced(self, limit: int) -> list[int]:
+        """The tokens, at most ``limit``, that every way to go on begins with."""
+        if self._marker is not None or limit < 1:
+            return []
+        self._settled()
+        return self._state.forced_tokens()[:limit]
+
+    def legal(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """The nodes of a tree that may follow: each with all nodes before it."""
+        self._settled()
+        places: dict[int, RowConstraint] = {-1: self}
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if (before := places.get(parent)) is None:
+                continue
+            ahead = before.fork()
+            try:
+                ahead.step(token)
+            except RowError:
+                continue
+            places[node] = ahead
+        return sorted(places.keys() - {-1})
+
+    def step(self, token: int) -> None:
+        """Take a token without a look at the next mask.
+
+        Raises:
+            RowError: it is not legal.
+        """
+        if self._marker is None:
+            self._state.advance(token)
+        elif self._marker.seen(token):
+            self._marker = None
+
+    def fork(self) -> RowConstraint:
+        """A copy that goes its own way."""
+        self._settled()
+        marker = None if self._marker is None else self._marker.fork()
+        return RowConstraint(self._constraint, self._compiled, self._state.fork(), self._width, self._left, marker)
+
+    def report(self, text: str) -> dict[str, Any]:
+        """What holds of a finished text, for ``Output.stats``."""
+        report: dict[str, Any] = {"kind": self._constraint.kind, "exact": self._compiled.exact}
+        report["complete"] = self._marker is None and self._state.is_accepting()
+        if self._compiled.unsupported:
+            why = self._constraint.violation(text)
+            report |= {"unsupported": list(self._compiled.unsupported), "valid": why is None}
+            if why is not None:
+                report["violation"] = why
+        return report
+
+    def _fill(self) -> Tensor:
+        out = torch.zeros(1, mask_words(self._width), dtype=torch.int32)
+        self._state.mask_within(out, 0, self._left)
+        if not bool(out.any()):
+            # No end in time was found: the text is then cut at its limit, as without a look ahead.
+            self._state.mask(out, 0)
+        return out[0]
+
+    def _settled(self) -> None:
+        """Nobody else may be at the state."""
+        if self._ahead is not None:
+            self._ahead.result()
+
+
+class Forcing(Drafter):
+    """Proposes nothing: what a constraint forces is forwarded ahead all the same."""
+
+    kind: Literal["forcing"] = "forcing"
+    schedule: Literal["constant", "heuristic", "dynamic"] = "constant"
+
+    def start(self, host: DraftHost) -> DraftState:
+        """It keeps nothing."""
+        return _Nothing()
+
+
+class _Nothing(DraftState):
+    def propose(self, rows: Sequence[DraftRow], budgets: Sequence[int]) -> Sequence[Draft]:
+        return [Draft()] * len(rows)
+
+
+def constrain(scores: Tensor, rows: Sequence[RowConstraint | None]) -> tuple[Tensor, dict[int, str]]:
+    """[P, V] scores with what is not legal at ``-inf``, and why positions have nothing left; free positions cost nothing."""
+    failures: dict[int, str] = {}
+    words: dict[int, Tensor] = {}
+    for position, row in enumerate(rows):
+        if row is None:
+            continue
+        try:
+            mask = row.mask()
+        except RowError as error:
+            failures[position] = str(error)
+            continue
+        if mask is not None:
+            words[position] = mask
+    if not words:
+        return scores, failures
+    legal = unpacked(torch.stack(list(words.values())).to(scores.device), scores.shape[-1])
+    if len(words) == len(scores):
+        return scores.masked_fill(~legal, -torch.inf), failures
+    scores = scores.clone()
+    index = torch.tensor(list(words), device=scores.device)
+    scores[index] = scores[index].masked_fill(~legal, -torch.inf)
+    return scores, failures
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        max_workers=max(1, min(8, (os.cpu_count() or 2) // 2)), thread_name_prefix="decodekit-mask"
+    )
