@@ -63,6 +63,7 @@ class GatheredCache(Cache):
                 num_blocks,
                 block_size,
                 window,
+                keeps=quantization is None,
             )
             for window in windows
         ]
@@ -117,11 +118,9 @@ class GatheredCache(Cache):
         step.written.add(layer_idx)
         if step.direct:
             return key_states, value_states
-        graph = key_states.requires_grad and torch.is_grad_enabled()
-        run = step.slots[number].run
-        found = store.run(*run) if run and not graph and isinstance(store, FullStore) else store.read(read)
-        keys, values = found[0].transpose(1, 2), found[1].transpose(1, 2)
-        if graph:
+        new = (part.detach().to(self._dtype or part.dtype) for part in (key_states, value_states))
+        keys, values = self.groups[number].rectangle.read(layer_idx, store, read, *new)
+        if key_states.requires_grad and torch.is_grad_enabled():
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values
 
@@ -204,6 +203,7 @@ class GatheredCache(Cache):
         self._checkpoints.clear()
         for group in self.groups:
             group.pool.reset()
+            group.rectangle.clear()
         Step(self, [], None).undo(self.groups, self.layers)
         self._book.on_idle()
 
@@ -382,7 +382,7 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, new: Tensor) -> Tensor:
-        return stored.view_as(stored)
+        return stored.clone()  # what a graph saved must not change when the next step adds its columns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
@@ -395,8 +395,12 @@ def _is_new(step: Step, layer: int, written: bool, asks: str) -> bool:
 
 
 def _settle_idle(groups: Sequence[Group], stores: Mapping[int, KVStore]) -> None:
-    """Tell the stores which blocks no row has; those that prompts can still hit are full, whatever their rows awaited."""
+    """Let go of what was gathered of rows that are no more, and tell the stores which blocks no row has.
+
+    Those blocks that prompts can still hit are full, whatever their rows awaited.
+    """
     for group in groups:
+        group.rectangle.settle()
         if held := [stores[layer] for layer in group.layers if layer in stores]:
             free, cached = (torch.tensor(blocks, dtype=torch.int64) for blocks in group.pool.idle())
             for store in held:

@@ -280,6 +280,7 @@ class PagedCache(GatheredCache):
             "rows": len(self.rows),
             "tokens": sum(row.length for row in self.rows),
             "kv_bytes": sum(store.nbytes for store in self._stores.values()),
+            "gathered_bytes": sum(group.rectangle.nbytes for group in self.groups),
             "state_bytes": sum(batch.nbytes for batch in batches.values()),
             "checkpoints": len(self._checkpoints),
             "checkpoint_bytes": self._checkpoints.nbytes,

@@ -175,6 +175,8 @@ class Step:
             row.length, row.state, row.final = length, state, final
             del row.tokens[tokens:], row.past[past:]
         load(layers, None)
+        for group in groups:
+            group.rectangle.clear()
         for number, (group, per_row) in enumerate(zip(groups, self._copies, strict=False)):
             for row, before, copied in zip(self.rows, self._before, per_row, strict=False):
                 group.pool.retract(row.tables[number], before[0], copied)

@@ -22,10 +22,7 @@ class KVStore(Protocol):
         """
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather ``slots`` [R, T]: keys [R, T, H, D] and values [R, T, H, Dv], of the dtype they were written in.
-
-        Read only: they may be views of the storage.
-        """
+        """Gather ``slots`` [R, T]: keys [R, T, H, D] and values [R, T, H, Dv], of the model's dtype."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, [n] int64 each; no block is both a source and a target."""
@@ -66,10 +63,11 @@ class FullStore:
         # Of one width they lie in one tensor, and every read and write is one operation instead of two.
         joined = keys.shape[2] == values.shape[2]
         shapes = [(self._heads + values.shape[1], keys.shape[2])] if joined else [keys.shape[1:], values.shape[1:]]
-        self._stored = [
-            torch.empty((heads, num_blocks * block_size, width), dtype=dtype or keys.dtype, device=keys.device)
-            for heads, width in shapes
-        ]
+        with torch.inference_mode(False):
+            self._stored = [
+                torch.empty((heads, num_blocks * block_size, width), dtype=dtype or keys.dtype, device=keys.device)
+                for heads, width in shapes
+            ]
 
     @property
     def keys(self) -> Tensor:
@@ -92,10 +90,6 @@ class FullStore:
         """See :class:`KVStore`."""
         flat = slots.flatten()
         return self._split([stored.index_select(1, flat).unflatten(1, slots.shape) for stored in self._stored])
-
-    def run(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The slots from ``start`` up to ``stop`` of one row, [1, T, ...] as :meth:`read`, without a copy: not to be edited."""
-        return self._split([stored[:, start:stop].unsqueeze(1) for stored in self._stored])
 
     def _split(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """[H + H, R, T, D], or keys and values apart, as keys and values [R, T, H, D]."""

@@ -1,0 +1,97 @@
+"""What attention is given of the blocks: a rectangle of K/V, kept from step to step while the same rows grow together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decodekit.cache.blocks import BlockTable
+from decodekit.cache.storage import KVStore
+
+_SPARE = 64
+"""Fewest columns that a rectangle has to spare when it is made; a long one has an eighth of its own."""
+
+
+class Rectangle:
+    """The columns of K/V that the layers of one cache group see, the last token of each row in the last.
+
+    A step of the same rows in the same order, each as long as the step before left it, finds all columns but its own in
+    place: written tokens never change, and the pads of rows that grow alike stay where they are. It adds its columns; any
+    other step gathers all of them. They are kept from the second step in a row on, so that rows which change in every step
+    (beams) have no K/V twice. Columns that a window has passed go when there is no room left, and all are made anew.
+
+    Args:
+        keeps: whether to keep any; for blocks that are quantized it would undo what that saves.
+
+    Attributes:
+        gathered: columns that the step has to gather: all that its queries see, or its own.
+        spare: columns of room to gather behind them.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._tables: Sequence[BlockTable] = ()
+        self._ends: list[int] = []
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._origin = self._room = self.gathered = self.spare = 0
+        self._seen = slice(0)
+
+    def settle(self) -> None:
+        """Let go of rows that are over, or were taken back."""
+        if any(table.committed != end for table, end in zip(self._tables, self._ends, strict=True)):
+            self.clear()
+
+    def begin(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, first: int) -> None:
+        """A step begins.
+
+        Args:
+            tables: [R] of its rows.
+            lengths: [R] cached tokens, less the row's pads among the new columns.
+            query_length: new columns.
+            first: the first token of the longest row that its queries see; where it is, is the first column.
+        """
+        same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
+        goes_on = same and lengths == self._ends
+        stop = max(lengths) + query_length
+        if goes_on and stop - self._origin <= self._room:
+            self.gathered, self.spare = query_length, 0
+        else:
+            self.clear()
+            self.gathered, self._origin = stop - first, first
+            if goes_on and self._keeps:
+                self.spare = max(_SPARE, self.gathered // 8)
+                self._room = self.gathered + self.spare
+        self._tables, self._ends = tables, [length + query_length for length in lengths]
+        self._seen = slice(first - self._origin, stop - self._origin)
+
+    def read(self, layer: int, store: KVStore, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's queries see, [R, H, T, D] and [R, H, T, Dv]: views that are not to be edited.
+
+        Args:
+            layer: its number.
+            store: its K/V, the new ones among them.
+            slots: [R, gathered + spare] of the columns to gather.
+            keys: [R, H, q, D] of the new columns, rounded as the store rounds them.
+            values: [R, H, q, Dv] likewise.
+        """
+        if (kept := self._kept.get(layer)) is not None:
+            place = slice(self._seen.stop - self.gathered, self._seen.stop)
+            kept[0][:, :, place], kept[1][:, :, place] = keys, values
+        else:
+            with torch.inference_mode(False):  # later steps write into it, in whatever mode they are
+                gathered = store.read(slots)
+            kept = gathered[0].transpose(1, 2), gathered[1].transpose(1, 2)
+            if self._room:
+                self._kept[layer] = kept
+        return kept[0][:, :, self._seen], kept[1][:, :, self._seen]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(part.nbytes for kept in self._kept.values() for part in kept)
