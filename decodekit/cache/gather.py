@@ -91,14 +91,18 @@ class Group:
             query_length: new columns a row.
             counts: [R] new tokens a row.
         """
-        size, rectangle = self.pool.block_size, self.rectangle
-        rectangle.begin(tables, lengths, query_length, self.first_needed(max(lengths)))
-        ends = torch.tensor(lengths).unsqueeze(1) + query_length
+        longest = max(lengths)
+        spare = self.rectangle.begin(tables, lengths, query_length, self.first_needed(longest))
+        ends = [length + query_length for length in lengths]
+        if spare is None:
+            new = [self.pool.slot_mapping(*row) for row in zip(tables, lengths, ends, strict=True)]
+            return Slots(torch.tensor(new), query_length, counts)
+        size, stops = self.pool.block_size, torch.tensor(ends).unsqueeze(1)
         # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
-        positions = torch.arange(-rectangle.gathered, rectangle.spare) + ends
-        positions = positions.clamp_(min=0).minimum(ends - 1)
+        positions = torch.arange(-self.cached_columns(longest) - query_length, spare) + stops
+        positions = positions.clamp_(min=0).minimum(stops - 1)
         blocks = self.block_table(tables).gather(1, positions // size)
-        return Slots(blocks * size + positions % size, query_length, counts, rectangle.spare)
+        return Slots(blocks * size + positions % size, query_length, counts, spare)
 
     def block_table(self, tables: Sequence[BlockTable]) -> Tensor:
         """[R, blocks] of these rows, 0 where a window let go; made anew only when a table got another list of blocks."""

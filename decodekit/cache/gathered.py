@@ -115,11 +115,12 @@ class GatheredCache(Cache):
         if (store := self._stores.get(layer_idx)) is None:
             store = self._stores[layer_idx] = self._new_store(number, keys, values)
         store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
-        step.written.add(layer_idx)
         if step.direct:
+            step.written.add(layer_idx)
             return key_states, value_states
         new = (part.detach().to(self._dtype or part.dtype) for part in (key_states, value_states))
         keys, values = self.groups[number].rectangle.read(layer_idx, store, read, *new)
+        step.written.add(layer_idx)
         if key_states.requires_grad and torch.is_grad_enabled():
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values

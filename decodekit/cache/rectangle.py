@@ -24,10 +24,6 @@ class Rectangle:
 
     Args:
         keeps: whether to keep any; for blocks that are quantized it would undo what that saves.
-
-    Attributes:
-        gathered: columns that the step has to gather: all that its queries see, or its own.
-        spare: columns of room to gather behind them.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -39,36 +35,37 @@ class Rectangle:
         self._tables: Sequence[BlockTable] = ()
         self._ends: list[int] = []
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._origin = self._room = self.gathered = self.spare = 0
-        self._seen = slice(0)
+        self._origin = self._room = 0
+        self._adds, self._seen = False, slice(0)
 
     def settle(self) -> None:
         """Let go of rows that are over, or were taken back."""
         if any(table.committed != end for table, end in zip(self._tables, self._ends, strict=True)):
             self.clear()
 
-    def begin(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, first: int) -> None:
+    def begin(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, first: int) -> int | None:
         """A step begins.
 
         Args:
             tables: [R] of its rows.
             lengths: [R] cached tokens, less the row's pads among the new columns.
-            query_length: new columns.
+            query_length: q, new columns.
             first: the first token of the longest row that its queries see; where it is, is the first column.
+
+        Returns:
+            how many columns to gather behind all those that the queries see; ``None``: gather the new ones alone.
         """
         same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
-        goes_on = same and lengths == self._ends
-        stop = max(lengths) + query_length
-        if goes_on and stop - self._origin <= self._room:
-            self.gathered, self.spare = query_length, 0
-        else:
+        goes_on, stop = same and lengths == self._ends, max(lengths) + query_length
+        self._adds, spare = goes_on and stop - self._origin <= self._room, None
+        if not self._adds:
             self.clear()
-            self.gathered, self._origin = stop - first, first
-            if goes_on and self._keeps:
-                self.spare = max(_SPARE, self.gathered // 8)
-                self._room = self.gathered + self.spare
+            self._origin = first
+            spare = max(_SPARE, (stop - first) // 8) if goes_on and self._keeps else 0
+            self._room = stop - first + spare if spare else 0
         self._tables, self._ends = tables, [length + query_length for length in lengths]
         self._seen = slice(first - self._origin, stop - self._origin)
+        return spare
 
     def read(self, layer: int, store: KVStore, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer's queries see, [R, H, T, D] and [R, H, T, Dv]: views that are not to be edited.
@@ -76,12 +73,13 @@ class Rectangle:
         Args:
             layer: its number.
             store: its K/V, the new ones among them.
-            slots: [R, gathered + spare] of the columns to gather.
+            slots: [R, ...] of the columns that :meth:`begin` said to gather.
             keys: [R, H, q, D] of the new columns, rounded as the store rounds them.
             values: [R, H, q, Dv] likewise.
         """
-        if (kept := self._kept.get(layer)) is not None:
-            place = slice(self._seen.stop - self.gathered, self._seen.stop)
+        if self._adds:
+            kept = self._kept[layer]
+            place = slice(self._seen.stop - keys.shape[2], self._seen.stop)
             kept[0][:, :, place], kept[1][:, :, place] = keys, values
         else:
             with torch.inference_mode(False):  # later steps write into it, in whatever mode they are

@@ -156,6 +156,8 @@ class Step:
                 for table, count in zip(tables, counts, strict=True):
                     self._copies[-1].append(group.pool.append(table, count))
             self.slots.append(group.slots(tables, self.lengths, query_length, counts))
+            if self.direct:
+                group.rectangle.clear()  # it gets none of this step's columns
         self.query_length = query_length
         return [[copy for copied in per_row for copy in copied] for per_row in self._copies]
 
