@@ -14,6 +14,11 @@ _SPARE = 64
 """Fewest columns that a rectangle has to spare when it is made; a long one has an eighth of its own."""
 
 
+def room(columns: int) -> int:
+    """How many columns a rectangle has when it is made for so many."""
+    return columns + max(_SPARE, columns // 8)
+
+
 class Rectangle:
     """The columns of K/V that the layers of one cache group see, the last token of each row in the last.
 
@@ -61,8 +66,8 @@ class Rectangle:
         if not self._adds:
             self.clear()
             self._origin = first
-            spare = max(_SPARE, (stop - first) // 8) if goes_on and self._keeps else 0
-            self._room = stop - first + spare if spare else 0
+            self._room = room(stop - first) if goes_on and self._keeps else 0
+            spare = max(self._room - (stop - first), 0)
         self._tables, self._ends = tables, [length + query_length for length in lengths]
         self._seen = slice(first - self._origin, stop - self._origin)
         return spare

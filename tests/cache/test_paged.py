@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from decodekit.cache import blocks, gather, gathered, paged, rows, states, steps, storage
+from decodekit.cache import blocks, gather, gathered, paged, rectangle, rows, states, stepping, steps, storage
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.prefix import Prompt
@@ -456,7 +456,8 @@ def test_unnamed_rows_and_names_do_not_mix(dense):
 @pytest.mark.parametrize("family", ["sliding", "hybrid"])
 def test_a_step_interrupted_anywhere_is_done_or_never_was(family, request, monkeypatch):
     model = request.getfixturevalue(family)
-    sources = {module.__file__ for module in (blocks, gather, gathered, paged, rows, states, steps, storage)}
+    modules = (blocks, gather, gathered, paged, rectangle, rows, states, stepping, steps, storage)
+    sources = {module.__file__ for module in modules}
     monkeypatch.setattr(interrupts, "SOURCES", interrupts.SOURCES | sources)
     prompt, other = tokens(15), tokens(6, 1)
     for line in range(1, 2000, 7):
