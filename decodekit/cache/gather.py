@@ -56,6 +56,7 @@ class Group:
     Attributes:
         pool: their blocks.
         rectangle: what was gathered of them.
+        stored: blocks that the stores of its layers have room for.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Group:
     ) -> None:
         self.layers, self.window = tuple(layers), window
         self.rectangle = Rectangle(keeps=keeps)
+        self.stored = 0
         self._size = num_blocks, block_size
         self._listed: list[list[int | None]] = []
         self._blocks = torch.empty(0)

@@ -131,7 +131,17 @@ class SteppedCache(Cache):
     def _reserve(self, step: Step, query_length: int) -> None:
         copies = step.reserve(self.groups, query_length)
         for group, copied in zip(self.groups, copies, strict=True):
+            self._make_room(group)
             self._copy(group, copied)
+
+    def _make_room(self, group: Group) -> None:
+        """Let the stores hold all blocks that were handed out, and as many again, so that they seldom grow."""
+        if group.pool.reach > group.stored:
+            blocks = min(2 * group.pool.reach, group.pool.num_blocks)
+            for layer in group.layers:
+                if (store := self._stores.get(layer)) is not None:
+                    store.grow(blocks)
+            group.stored = blocks
 
     def _copy(self, group: Group, copies: Sequence[Copy]) -> None:
         if not copies:
@@ -217,10 +227,10 @@ class SteppedCache(Cache):
                 group.renew(prefix_cache=named and self._prefix_cache)
 
     def _new_store(self, number: int, keys: Tensor, values: Tensor) -> KVStore:
-        pool = self.groups[number].pool
+        group = self.groups[number]
         if self._quantization is not None:
-            return QuantizedStore(pool.num_blocks, pool.block_size, keys, values, self._quantization)
-        return FullStore(pool.num_blocks, pool.block_size, keys, values, self._dtype)
+            return QuantizedStore(group.stored, group.pool.block_size, keys, values, self._quantization)
+        return FullStore(group.stored, group.pool.block_size, keys, values, self._dtype)
 
 
 def _is_new(step: Step, layer: int, written: bool, asks: str) -> bool:
@@ -236,7 +246,10 @@ def _settle_idle(groups: Sequence[Group], stores: Mapping[int, KVStore]) -> None
     for group in groups:
         group.rectangle.settle()
         if held := [stores[layer] for layer in group.layers if layer in stores]:
-            free, cached = (torch.tensor(blocks, dtype=torch.int64) for blocks in group.pool.idle())
+            free, cached = (
+                torch.tensor([block for block in blocks if block < group.stored], dtype=torch.int64)
+                for blocks in group.pool.idle()
+            )
             for store in held:
                 store.release(free)
                 store.seal(cached)

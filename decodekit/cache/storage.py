@@ -27,6 +27,9 @@ class KVStore(Protocol):
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, [n] int64 each; no block is both a source and a target."""
 
+    def grow(self, num_blocks: int) -> None:
+        """Have room for at least so many blocks, with what is in those that there are."""
+
     def seal(self, blocks: Tensor) -> None:
         """These blocks, [n] int64, are full of committed tokens that no step will take back."""
 
@@ -48,7 +51,7 @@ class FullStore:
     All slots of a head lie together, so that what is gathered has the layout that attention reads fastest.
 
     Args:
-        num_blocks: blocks of the pool.
+        num_blocks: blocks to have room for.
         block_size: tokens a block.
         keys: [N, H, D] the first keys, for their width, dtype and device.
         values: [N, H, Dv] the first values.
@@ -101,6 +104,15 @@ class FullStore:
         for stored in self._stored:
             blocks = stored.unflatten(1, (-1, self._block_size))
             blocks[:, target] = blocks[:, source]
+
+    def grow(self, num_blocks: int) -> None:
+        """See :class:`KVStore`."""
+        if (missing := num_blocks * self._block_size - self._stored[0].shape[1]) > 0:
+            with torch.inference_mode(False):
+                self._stored = [
+                    torch.cat([stored, stored.new_empty((len(stored), missing, stored.shape[2]))], dim=1)
+                    for stored in self._stored
+                ]
 
     def seal(self, blocks: Tensor) -> None:
         """Full precision has nothing to do for a full block."""
