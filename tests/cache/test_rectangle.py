@@ -68,6 +68,14 @@ def reordered(loop):
     yield from grow(loop, [1, 0, 2], 3, 50)
 
 
+def reordered_at_one_length(loop):
+    for row, count in ((0, 12), (2, 8)):
+        yield loop.extend([row], [tokens(count, 7)])
+    for seed in range(3):
+        yield from grow(loop, [0, 1, 2], 3, seed)
+        loop.cache.fork([2, 0, 1])
+
+
 def beams(loop):
     for seed in range(8):
         yield from grow(loop, [0, 1, 2], 1, seed)
@@ -126,6 +134,7 @@ SCENARIOS = [
     several_tokens_a_step,
     forked,
     reordered,
+    reordered_at_one_length,
     beams,
     rolled_back,
     rolled_back_and_forwarded_alone,
