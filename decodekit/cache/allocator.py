@@ -36,6 +36,7 @@ class Allocator:
         free: blocks that hold nothing; the last was used last and is taken first.
         cached: sealed blocks that no table names; the first has been unused for longest and is evicted first.
         counts: statistics, see :meth:`BlockPool.stats`.
+        reach: all blocks that were ever taken are below this one.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -45,6 +46,7 @@ class Allocator:
         self.free = list(reversed(range(num_blocks)))
         self.cached: dict[int, None] = {}
         self.counts = dict.fromkeys(("peak", "allocated", "hits", "misses", "evictions", "copies"), 0)
+        self.reach = 0
         self._rested = [-block for block in range(num_blocks)]  # when it became free or cached
         self._clock = 0
 
@@ -72,7 +74,7 @@ class Allocator:
             self.counts["evictions"] += 1
         else:
             self.free.pop()
-        self.references[block] = 1
+        self.references[block], self.reach = 1, max(self.reach, block + 1)
         self.counts["allocated"] += 1
         self.counts["peak"] = max(self.counts["peak"], self.used)
 

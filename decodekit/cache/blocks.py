@@ -107,6 +107,11 @@ class BlockPool:
         """Blocks that some table names."""
         return self._allocator.used
 
+    @property
+    def reach(self) -> int:
+        """All blocks that were handed out since the last reset are below this one: storage need not go further."""
+        return self._allocator.reach
+
     def idle(self) -> tuple[list[int], list[int]]:
         """The free blocks, and the cached ones."""
         return [*self._allocator.free], [*self._allocator.cached]

@@ -11,32 +11,29 @@ import torch
 from torch import Tensor
 
 from decodekit.cache.blocks import BlockPool, BlockTable
+from decodekit.cache.rectangle import Rectangle
 
 
 class Slots:
     """The slots of one step in one cache group.
 
     Args:
-        columns: [R, T] int64, the last ``query_length`` of them new; on the host.
+        columns: [R, T + spare] int64, the last ``query_length`` of T new; on the host.
         query_length: new tokens a row, pads included.
         counts: [R] new tokens a row, without pads.
-
-    Attributes:
-        run: first and last slot but one, where all slots of an only row follow each other: they can be read in place.
+        spare: columns of room behind the new ones.
     """
 
-    def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int]) -> None:
-        self._columns, self._query_length, self._counts = columns, query_length, counts
-        first = int(columns[0, 0])
-        alone = len(columns) == 1 and bool((columns[0] == torch.arange(first, first + columns.shape[1])).all())
-        self.run = (first, first + columns.shape[1]) if alone else None
+    def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int], spare: int = 0) -> None:
+        self._columns, self._query_length, self._counts, self._spare = columns, query_length, counts, spare
         self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Slots to write, [N], slots to read, [R, T], and which of the R * q new columns are written (``None``: all)."""
+        """Slots to write, [N], to read, [R, T + spare], and which of the R * q new columns are written (``None``: all)."""
         if (slots := self._on.get(device)) is None:
             columns = self._columns.to(device)
-            new, chosen = columns[:, columns.shape[1] - self._query_length :].flatten(), None
+            stop = columns.shape[1] - self._spare
+            new, chosen = columns[:, stop - self._query_length : stop].flatten(), None
             if min(self._counts) < self._query_length:
                 place = torch.arange(self._query_length)
                 pads = self._query_length - torch.tensor(self._counts)
@@ -54,13 +51,20 @@ class Group:
         num_blocks: blocks of the pool.
         block_size: tokens a block.
         window: tokens a query sees, itself included; ``None`` for all.
+        keeps: whether what was gathered may be kept for the next step.
 
     Attributes:
         pool: their blocks.
+        rectangle: what was gathered of them.
+        stored: blocks that the stores of its layers have room for.
     """
 
-    def __init__(self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None) -> None:
+    def __init__(
+        self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None, *, keeps: bool = True
+    ) -> None:
         self.layers, self.window = tuple(layers), window
+        self.rectangle = Rectangle(keeps=keeps)
+        self.stored = 0
         self._size = num_blocks, block_size
         self._listed: list[list[int | None]] = []
         self._blocks = torch.empty(0)
@@ -81,7 +85,7 @@ class Group:
     def slots(
         self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, counts: Sequence[int]
     ) -> Slots:
-        """The slots of a step.
+        """The slots of a step: to write all that is new, to read what the rectangle lacks.
 
         Args:
             tables: [R] with room for the new tokens.
@@ -89,12 +93,18 @@ class Group:
             query_length: new columns a row.
             counts: [R] new tokens a row.
         """
-        size, columns = self.pool.block_size, self.cached_columns(max(lengths)) + query_length
-        first = torch.tensor(lengths).unsqueeze(1) + (query_length - columns)
+        longest = max(lengths)
+        spare = self.rectangle.begin(tables, lengths, query_length, self.first_needed(longest))
+        ends = [length + query_length for length in lengths]
+        if spare is None:
+            new = [self.pool.slot_mapping(*row) for row in zip(tables, lengths, ends, strict=True)]
+            return Slots(torch.tensor(new), query_length, counts)
+        size, stops = self.pool.block_size, torch.tensor(ends).unsqueeze(1)
         # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
-        positions = (torch.arange(columns) + first).clamp_(min=0)
+        positions = torch.arange(-self.cached_columns(longest) - query_length, spare) + stops
+        positions = positions.clamp_(min=0).minimum(stops - 1)
         blocks = self.block_table(tables).gather(1, positions // size)
-        return Slots(blocks * size + positions % size, query_length, counts)
+        return Slots(blocks * size + positions % size, query_length, counts, spare)
 
     def block_table(self, tables: Sequence[BlockTable]) -> Tensor:
         """[R, blocks] of these rows, 0 where a window let go; made anew only when a table got another list of blocks."""

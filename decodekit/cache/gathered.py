@@ -1,93 +1,23 @@
 """A transformers Cache whose K/V lie in blocks and whose states lie by row, with all that transformers calls.
 
-Under ``model.generate`` or ``model(...)`` alone, rows are rectangular and nobody says where a forward begins: layers come in
-order, each once, so a layer that comes again begins another. A forward that never got to its last layer is taken back then.
+Under ``model.generate`` or ``model(...)`` alone, rows are rectangular and nobody says where a forward begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from decodekit.cache.blocks import Copy
-from decodekit.cache.gather import Group
-from decodekit.cache.layers import make_layers
-from decodekit.cache.quantization import QuantizedStore
-from decodekit.cache.rows import Row, RowBook
-from decodekit.cache.states import Checkpoints
+from decodekit.cache.stepping import SteppedCache
 from decodekit.cache.steps import Step
-from decodekit.cache.storage import FullStore, KVStore
 from decodekit.core import compat
-from decodekit.core.errors import InputError, Refused, nearest
-from decodekit.kernels.kv_quantize import BITS
+from decodekit.core.errors import InputError, Refused
 
 
-class GatheredCache(Cache):
-    """What :class:`PagedCache` is to transformers; its arguments are the same.
-
-    Attributes:
-        device: where masks and positions are made.
-        groups: the cache groups.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        num_blocks: int,
-        block_size: int = 16,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        quantization: Literal["int8", "fp8", "int4", "int2"] | None = None,
-        prefix_cache: bool = True,
-        salt: bytes | str | None = None,
-        checkpoint: Literal["prompt"] | int | None = "prompt",
-        max_checkpoints: int = 32,
-    ) -> None:
-        _check_heads(config.get_text_config(decoder=True))
-        kinds = compat.cache_layers(config)
-        super().__init__(layers=make_layers(kinds))
-        self._config = config
-        self.device = torch.device(device or "cpu")
-        self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
-        self._quantization = quantization
-        windows = dict.fromkeys(kind.window for kind in kinds if kind.attention)
-        self.groups = [
-            Group(
-                [n for n, kind in enumerate(kinds) if kind.attention and kind.window == window],
-                num_blocks,
-                block_size,
-                window,
-            )
-            for window in windows
-        ]
-        if quantization is not None:
-            _check_quantization(quantization, dtype, self.groups)
-        self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
-        self._state_layers = {number for number, kind in enumerate(kinds) if kind.states}
-        self._continues = not self._state_layers or compat.continues(config)
-        self._stores: dict[int, KVStore] = {}
-        self._checkpoints = Checkpoints(max_checkpoints)
-        self._book = RowBook(
-            self.groups,
-            block_size,
-            recurrent=bool(self._state_layers),
-            checkpoint=checkpoint if prefix_cache else None,
-            checkpoints=self._checkpoints,
-            on_idle=partial(_settle_idle, self.groups, {} if quantization is None else self._stores),
-        )
-        self._step: Step | None = None
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows, in the order of the batch; read only."""
-        self._settle_if_complete()
-        return self._book.rows
+class GatheredCache(SteppedCache):
+    """What :class:`PagedCache` is to transformers; its arguments are the same."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -114,14 +44,13 @@ class GatheredCache(Cache):
         if (store := self._stores.get(layer_idx)) is None:
             store = self._stores[layer_idx] = self._new_store(number, keys, values)
         store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
-        step.written.add(layer_idx)
         if step.direct:
+            step.written.add(layer_idx)
             return key_states, value_states
-        graph = key_states.requires_grad and torch.is_grad_enabled()
-        run = step.slots[number].run
-        found = store.run(*run) if run and not graph and isinstance(store, FullStore) else store.read(read)
-        keys, values = found[0].transpose(1, 2), found[1].transpose(1, 2)
-        if graph:
+        new = (part.detach().to(self._dtype or part.dtype) for part in (key_states, value_states))
+        keys, values = self.groups[number].rectangle.read(layer_idx, store, read, *new)
+        step.written.add(layer_idx)
+        if key_states.requires_grad and torch.is_grad_enabled():
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values
 
@@ -208,6 +137,7 @@ class GatheredCache(Cache):
         self._checkpoints.clear()
         for group in self.groups:
             group.pool.reset()
+            group.rectangle.clear()
         Step(self, [], None).undo(self.groups, self.layers)
         self._book.on_idle()
 
@@ -247,179 +177,14 @@ class GatheredCache(Cache):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rows={len(self.rows)}, layers={len(self.layers)}, groups={len(self.groups)})"
 
-    # Steps
-
-    def _running(self, batch: int, layer: int, *, written: bool = False, asks: str = "") -> Step:
-        """The step that a forward, now at ``layer``, belongs to."""
-        step = self._step
-        if step is not None and step.explicit:
-            if written and layer in step.written:
-                raise InputError(f"layer {layer} was forwarded twice in one step; commit it, and begin another")
-        elif step is None or _is_new(step, layer, written, asks):
-            self._settle()
-            step = self._begin_unannounced(batch)
-        if asks:
-            step.touched.add(layer)
-            step.asked.add((layer, asks))
-        step.last = layer
-        return step
-
-    def _touch(self, layer: int | None, asks: str) -> None:
-        if self._step is None and not self._book.rows:
-            return
-        if layer is not None:
-            self._running(len(self._book.rows), layer, asks=asks)
-        elif self._step is None:
-            self._step = self._begin_unannounced(len(self._book.rows))
-
-    def _begin_unannounced(self, batch: int) -> Step:
-        if any(row.prompt is not None for row in self._book.rows):
-            raise InputError("the rows of this cache were opened by name; begin a step before each forward")
-        if opened := not self._book.rows:
-            self._use_names(False)
-            self._book.open_unknown(batch)
-        elif batch != len(self._book.rows):
-            raise InputError(
-                f"the model was given {batch} rows; the cache has {len(self._book.rows)} (reset it for a new batch)"
-            )
-        step = self._step = Step(self, self._book.rows, None, opened=opened)
-        step.load(self.layers)
-        return step
-
-    def _reserve(self, step: Step, query_length: int) -> None:
-        copies = step.reserve(self.groups, query_length)
-        for group, copied in zip(self.groups, copies, strict=True):
-            self._copy(group, copied)
-
-    def _copy(self, group: Group, copies: Sequence[Copy]) -> None:
-        if not copies:
-            return
-        source, target = torch.tensor(copies).unbind(1)
-        for layer in group.layers:
-            if (store := self._stores.get(layer)) is not None:
-                store.copy(source, target)
-
-    def _missing(self, step: Step) -> list[int]:
-        return sorted((self._group_of.keys() - step.written) | (self._state_layers - step.touched))
-
-    def _settle(self) -> None:
-        """End a step that nobody announced: an exception may have left it unfinished."""
-        if (step := self._step) is not None:
-            if self._missing(step):
-                self._undo(step)
-            else:
-                self._finish(step)
-
-    def _settle_if_complete(self) -> None:
-        if (step := self._step) is not None and not step.explicit and not self._missing(step):
-            self._finish(step)
-
-    def _finish(self, step: Step) -> None:
-        stale = {id(row.state.batch): row.state.batch for row in step.rows if row.state is not None}
-        step.finish(self._book, self.layers, recurrent=bool(self._state_layers))
-        self._step = None
-        self._book.tidy(step.rows, list(stale.values()))
-        for number, group in enumerate(self.groups):
-            self._seal(number, group, step.rows)
-
-    def _seal(self, number: int, group: Group, rows: Sequence[Row]) -> None:
-        blocks: list[int] = []
-        for row in rows:
-            full = row.final // group.pool.block_size
-            if full > row.sealed[number]:
-                held = row.tables[number].blocks[row.sealed[number] : full]
-                blocks.extend(block for block in held if block is not None)
-                row.sealed[number] = full
-        if blocks:
-            for layer in group.layers:
-                self._stores[layer].seal(torch.tensor(sorted(set(blocks))))
-
-    def _undo(self, step: Step) -> None:
-        step.undo(self.groups, self.layers)
-        self._step = None
-        if step.opened:
-            self._book.fork([])
-        self._book.on_idle()
-
-    def _check_idle(self, operation: str) -> None:
-        if self._step is not None and self._step.explicit:
-            raise InputError(f"{operation} inside a step; commit or abort it first")
-        self._settle()
-
-    def _rearrange(self, parents: list[int]) -> None:
-        self._check_idle("reordering")
-        if self._book.rows:
-            self._book.fork(parents)
-
-    def group_of(self, layer_idx: int) -> int:
-        """The number of the cache group that a layer belongs to."""
-        return self._group_of[layer_idx]
-
-    def store(self, layer_idx: int) -> KVStore:
-        """Where a layer's K/V are; there from its first forward on."""
-        return self._stores[layer_idx]
-
-    def _lengths(self) -> list[int]:
-        if self._step is not None and self._step.explicit:
-            return self._step.lengths
-        return [row.length for row in self.rows]
-
-    def _use_names(self, named: bool) -> None:
-        """Rows whose tokens are known can be reused, others cannot: an empty cache changes from one kind to the other."""
-        if any((row.prompt is not None) != named for row in self._book.rows):
-            raise InputError(
-                "the rows of this cache were made by a forward without names; reset it before opening prompts"
-            )
-        for group in self.groups:
-            if not self._book.rows and group.pool.prefix_cache != (named and self._prefix_cache):
-                group.renew(prefix_cache=named and self._prefix_cache)
-
-    def _new_store(self, number: int, keys: Tensor, values: Tensor) -> KVStore:
-        pool = self.groups[number].pool
-        if self._quantization is not None:
-            return QuantizedStore(pool.num_blocks, pool.block_size, keys, values, self._quantization)
-        return FullStore(pool.num_blocks, pool.block_size, keys, values, self._dtype)
-
 
 class _NoBackward(torch.autograd.Function):
     """Hands cached K/V on, and refuses gradients, which would lack what flows through the keys and values."""
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, new: Tensor) -> Tensor:
-        return stored.view_as(stored)
+        return stored.clone()  # what a graph saved must not change when the next step adds its columns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise Refused("a paged cache keeps no gradients; train with use_cache=False")
-
-
-def _is_new(step: Step, layer: int, written: bool, asks: str) -> bool:
-    """Whether a forward that reaches ``layer`` is another than that of the step: layers come in order, each once."""
-    return (layer in step.written) if written else layer < step.last or (layer, asks) in step.asked
-
-
-def _settle_idle(groups: Sequence[Group], stores: Mapping[int, KVStore]) -> None:
-    """Tell the stores which blocks no row has; those that prompts can still hit are full, whatever their rows awaited."""
-    for group in groups:
-        if held := [stores[layer] for layer in group.layers if layer in stores]:
-            free, cached = (torch.tensor(blocks, dtype=torch.int64) for blocks in group.pool.idle())
-            for store in held:
-                store.release(free)
-                store.seal(cached)
-
-
-def _check_quantization(kind: str, dtype: torch.dtype | None, groups: Sequence[Group]) -> None:
-    if kind not in BITS:
-        raise InputError(f"unknown quantization {kind!r}: {nearest(str(kind), BITS)}")
-    if dtype is not None:
-        raise InputError(f"quantization {kind!r} beside dtype {dtype}: both say how K/V are kept; give one of them")
-    if not groups:
-        raise Refused(f"quantization {kind!r} is of K/V, and this model keeps none, only states; leave it out")
-
-
-def _check_heads(config: Any) -> None:
-    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
-        raise Refused(
-            f"{heads} query heads cannot share {kv_heads} K/V heads; the first must be a multiple of the second"
-        )

@@ -111,6 +111,8 @@ def ledger(
 ) -> Ledger:
     """Count what a model's caches take. K/V follow 2 x layers x batch x K/V heads x tokens x head width x bytes.
 
+    Not counted: a paged cache without quantization may keep K/V once more as its steps gather them (``keep_gathered``).
+
     Args:
         config: a transformers config, a dict of its fields, or the path of a ``config.json`` or its folder; never a
             model. A dict with a ``model_type`` that transformers knows gets that class's defaults, another is taken as

@@ -53,6 +53,8 @@ class PagedCache(GatheredCache):
         checkpoint: where the states of recurrent layers are saved, without which no prompt of such a model can be
             reused: at the last block boundary of a ``"prompt"``, every so many tokens, or nowhere (``None``).
         max_checkpoints: most states saved.
+        keep_gathered: keep what attention is given from step to step while the same rows grow together, instead of gathering
+            it again; it takes the rows' K/V once more, each row as wide as the longest. Never for quantized blocks.
 
     Attributes:
         groups: the cache groups.
@@ -274,12 +276,16 @@ class PagedCache(GatheredCache):
         return all(group.pool.can_admit(wanted, max_new) for group in self.groups)
 
     def stats(self) -> dict[str, Any]:
-        """Rows, tokens and bytes now; for each group its layers, its window and what :meth:`BlockPool.stats` counts."""
+        """Rows, tokens and bytes now; for each group its layers, its window and what :meth:`BlockPool.stats` counts.
+
+        ``gathered_bytes`` are K/V that are in the blocks, too: what attention was given and the next step can add to.
+        """
         batches = {id(row.state.batch): row.state.batch for row in self.rows if row.state is not None}
         return {
             "rows": len(self.rows),
             "tokens": sum(row.length for row in self.rows),
             "kv_bytes": sum(store.nbytes for store in self._stores.values()),
+            "gathered_bytes": sum(group.rectangle.nbytes for group in self.groups),
             "state_bytes": sum(batch.nbytes for batch in batches.values()),
             "checkpoints": len(self._checkpoints),
             "checkpoint_bytes": self._checkpoints.nbytes,

@@ -28,7 +28,7 @@ class QuantizedStore:
     nothing else.
 
     Args:
-        num_blocks: blocks of the pool.
+        num_blocks: blocks to have room for.
         block_size: tokens a block.
         keys: [N, H, D] the first keys, for their width, dtype and device.
         values: [N, H, Dv] the first values.
@@ -94,6 +94,14 @@ class QuantizedStore:
         for pool in self._residual:
             pool[free] = pool[places[residual]]
         self._places[target[residual]] = free
+
+    def grow(self, num_blocks: int) -> None:
+        """Have room for at least so many blocks, with what is in those that there are."""
+        if (missing := num_blocks - len(self._places)) > 0:
+            for blocks in self._quantized:
+                blocks.grow(num_blocks)
+            with torch.inference_mode(False):
+                self._places = torch.cat([self._places, self._places.new_full((missing,), -1)])
 
     def seal(self, blocks: Tensor) -> None:
         """Quantize these blocks, [n] int64, which are full of committed tokens; those that are quantized stay as they are."""
@@ -165,7 +173,20 @@ class _QuantizedBlocks:
             codes, scales = self._quantize(example.new_zeros((1, block_size, *example.shape[1:])))
             self._codes = codes.new_zeros((num_blocks * len(codes), *codes.shape[1:]))
             self._scales = scales.new_zeros((num_blocks * len(scales), *scales.shape[1:]))
-        self.nbytes = self._codes.nbytes + self._scales.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    def grow(self, num_blocks: int) -> None:
+        """Have room for so many blocks."""
+        slots = num_blocks * self._block_size
+        with torch.inference_mode(False):
+            self._codes, self._scales = (
+                torch.cat([old, old.new_zeros((count - len(old), *old.shape[1:]))])
+                for old, count in ((self._codes, slots), (self._scales, slots // self._span))
+            )
 
     def write(self, blocks: Tensor, numbers: Tensor) -> None:
         """Quantize ``numbers`` [n, block_size, H, D] into ``blocks`` [n]."""

@@ -156,6 +156,8 @@ class Step:
                 for table, count in zip(tables, counts, strict=True):
                     self._copies[-1].append(group.pool.append(table, count))
             self.slots.append(group.slots(tables, self.lengths, query_length, counts))
+            if self.direct:
+                group.rectangle.clear()  # it gets none of this step's columns
         self.query_length = query_length
         return [[copy for copied in per_row for copy in copied] for per_row in self._copies]
 
@@ -175,6 +177,8 @@ class Step:
             row.length, row.state, row.final = length, state, final
             del row.tokens[tokens:], row.past[past:]
         load(layers, None)
+        for group in groups:
+            group.rectangle.clear()
         for number, (group, per_row) in enumerate(zip(groups, self._copies, strict=False)):
             for row, before, copied in zip(self.rows, self._before, per_row, strict=False):
                 group.pool.retract(row.tables[number], before[0], copied)

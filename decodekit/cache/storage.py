@@ -22,13 +22,13 @@ class KVStore(Protocol):
         """
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather ``slots`` [R, T]: keys [R, T, H, D] and values [R, T, H, Dv], of the dtype they were written in.
-
-        Read only: they may be views of the storage.
-        """
+        """Gather ``slots`` [R, T]: keys [R, T, H, D] and values [R, T, H, Dv], of the model's dtype."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, [n] int64 each; no block is both a source and a target."""
+
+    def grow(self, num_blocks: int) -> None:
+        """Have room for at least so many blocks, with what is in those that there are."""
 
     def seal(self, blocks: Tensor) -> None:
         """These blocks, [n] int64, are full of committed tokens that no step will take back."""
@@ -51,7 +51,7 @@ class FullStore:
     All slots of a head lie together, so that what is gathered has the layout that attention reads fastest.
 
     Args:
-        num_blocks: blocks of the pool.
+        num_blocks: blocks to have room for.
         block_size: tokens a block.
         keys: [N, H, D] the first keys, for their width, dtype and device.
         values: [N, H, Dv] the first values.
@@ -66,10 +66,11 @@ class FullStore:
         # Of one width they lie in one tensor, and every read and write is one operation instead of two.
         joined = keys.shape[2] == values.shape[2]
         shapes = [(self._heads + values.shape[1], keys.shape[2])] if joined else [keys.shape[1:], values.shape[1:]]
-        self._stored = [
-            torch.empty((heads, num_blocks * block_size, width), dtype=dtype or keys.dtype, device=keys.device)
-            for heads, width in shapes
-        ]
+        with torch.inference_mode(False):
+            self._stored = [
+                torch.empty((heads, num_blocks * block_size, width), dtype=dtype or keys.dtype, device=keys.device)
+                for heads, width in shapes
+            ]
 
     @property
     def keys(self) -> Tensor:
@@ -93,10 +94,6 @@ class FullStore:
         flat = slots.flatten()
         return self._split([stored.index_select(1, flat).unflatten(1, slots.shape) for stored in self._stored])
 
-    def run(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The slots from ``start`` up to ``stop`` of one row, [1, T, ...] as :meth:`read`, without a copy: not to be edited."""
-        return self._split([stored[:, start:stop].unsqueeze(1) for stored in self._stored])
-
     def _split(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """[H + H, R, T, D], or keys and values apart, as keys and values [R, T, H, D]."""
         keys, values = (parts[0][: self._heads], parts[0][self._heads :]) if len(parts) == 1 else parts
@@ -107,6 +104,15 @@ class FullStore:
         for stored in self._stored:
             blocks = stored.unflatten(1, (-1, self._block_size))
             blocks[:, target] = blocks[:, source]
+
+    def grow(self, num_blocks: int) -> None:
+        """See :class:`KVStore`."""
+        if (missing := num_blocks * self._block_size - self._stored[0].shape[1]) > 0:
+            with torch.inference_mode(False):
+                self._stored = [
+                    torch.cat([stored, stored.new_empty((len(stored), missing, stored.shape[2]))], dim=1)
+                    for stored in self._stored
+                ]
 
     def seal(self, blocks: Tensor) -> None:
         """Full precision has nothing to do for a full block."""

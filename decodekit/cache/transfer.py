@@ -241,6 +241,7 @@ def _write(cache: PagedCache, number: int, row: Row, sequence: _Sequence, new: l
     slots = torch.tensor(group.pool.slot_mapping(table, start, row.length)).long()
     # What lies before the first token, in its block, is never seen; a copy of that token widens no quantized range.
     source = (torch.arange(start, row.length) - group.first_needed(row.length)).clamp_(min=0)
+    cache._make_room(group)
     for layer in group.layers if row.length else ():
         store = cache._stores.get(layer)
         device = cache.device if store is None else store.device

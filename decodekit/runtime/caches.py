@@ -7,6 +7,7 @@ from typing import Any
 
 from decodekit.cache.ledger import ledger
 from decodekit.cache.paged import PagedCache
+from decodekit.cache.rectangle import room
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 from decodekit.core.units import format_bytes
@@ -66,13 +67,15 @@ def paged_cache(
         if asked:
             raise Refused(f"cache: {{kind: paged}} cannot be used here: {reason}; leave it out or say dynamic")
         return None
+    blocks, keep_gathered = _blocks(model, spec, settings, prompts, plan)
     return PagedCache(
         model.config,
-        num_blocks=_blocks(model, spec, settings, prompts, plan),
+        num_blocks=blocks,
         block_size=spec.block_size,
         device=model.device,
         quantization=spec.quantization,
         prefix_cache=False,
+        keep_gathered=keep_gathered,
     )
 
 
@@ -98,8 +101,11 @@ def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str |
 
 def _blocks(
     model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]], plan: Plan
-) -> int:
-    """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart."""
+) -> tuple[int, bool]:
+    """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart.
+
+    And whether the budget also holds what steps gather of them.
+    """
     size = spec.block_size
     different = {tuple(prompt) for rows in prompts.values() for prompt in rows}
     rows = sum(len(rows) for rows in prompts.values()) * plan.rows
@@ -111,7 +117,7 @@ def _blocks(
     apart += 2 * plan.drafted
     needed = shared + rows * apart
     if spec.budget is None:
-        return needed
+        return needed, True
     full, stored = (
         ledger(model.config, context=size, batch=1, dtype=model.dtype, block_size=size, quantization=quantization)
         for quantization in (None, spec.quantization)
@@ -126,4 +132,6 @@ def _blocks(
             f"need {needed * size} ({rows} rows, up to {longest} new tokens each): raise it to "
             f"{format_bytes(needed * block + filling)}, or ask for fewer tokens"
         )
-    return needed
+    widest = max(len(prompt) + settings.room(len(prompt)) for prompt in different)
+    gathered = rows * room(widest) * full.kv_bytes_per_token
+    return needed, needed * block + gathered <= spec.budget

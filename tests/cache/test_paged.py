@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from decodekit.cache import blocks, gather, gathered, paged, rows, states, steps, storage
+from decodekit.cache import blocks, gather, gathered, paged, rectangle, rows, states, stepping, steps, storage
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.prefix import Prompt
@@ -305,7 +305,7 @@ def test_mask_sizes_are_those_of_transformers(sliding):
 
 def test_kv_can_be_kept_in_another_dtype(dense):
     loop = opened(dense, tokens(9), dtype=torch.bfloat16)
-    assert loop.cache.stats()["kv_bytes"] == 4 * 2 * 64 * 4 * 2 * 8 * 2
+    assert loop.cache.stats()["kv_bytes"] == 4 * 2 * (6 * 4) * 2 * 8 * 2  # three blocks, and room for three more
     logits = loop.step([0], [[5]])
     assert logits.dtype == torch.float32
     assert torch.allclose(logits[0, -1], forward(dense, [[*tokens(9), 5]])[0, -1], atol=0.5)
@@ -456,7 +456,8 @@ def test_unnamed_rows_and_names_do_not_mix(dense):
 @pytest.mark.parametrize("family", ["sliding", "hybrid"])
 def test_a_step_interrupted_anywhere_is_done_or_never_was(family, request, monkeypatch):
     model = request.getfixturevalue(family)
-    sources = {module.__file__ for module in (blocks, gather, gathered, paged, rows, states, steps, storage)}
+    modules = (blocks, gather, gathered, paged, rectangle, rows, states, stepping, steps, storage)
+    sources = {module.__file__ for module in modules}
     monkeypatch.setattr(interrupts, "SOURCES", interrupts.SOURCES | sources)
     prompt, other = tokens(15), tokens(6, 1)
     for line in range(1, 2000, 7):
@@ -482,3 +483,20 @@ def test_a_step_interrupted_anywhere_is_done_or_never_was(family, request, monke
     else:
         pytest.fail("a step has more lines than were tried")
     assert line > 100
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_storage_grows_with_the_rows(dense, quantization):
+    def growing(stored):
+        loop = Loop(dense, PagedCache(dense.config, num_blocks=1000, block_size=4, quantization=quantization))
+        loop.cache.groups[0].stored = stored
+        loop.open(tokens(5))
+        logits = [loop.prefill(0, tokens(5))[None]]
+        before = loop.cache.stats()["kv_bytes"]
+        logits.extend(loop.step([0], [[token]]) for token in tokens(40, 1))
+        return torch.cat(logits, dim=1), before, loop.cache.stats()["kv_bytes"]
+
+    found, before, after = growing(0)
+    expected, _, whole = growing(1000)
+    assert torch.equal(found, expected)
+    assert before < after / 2 < whole / 40

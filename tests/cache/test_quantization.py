@@ -308,3 +308,19 @@ def test_any_history_reads_as_a_plain_model_says(kind: str, dtype: torch.dtype, 
     for name, *arguments in operations:
         getattr(model, name)(*arguments)
         model.check()
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_grows_with_what_it_holds(kind):
+    store = new_store(kind, num_blocks=2)
+    keys, values = tokens(6)
+    store.write(slots_of(0, 0, 6), keys, values)
+    store.seal(ids(0))
+    before = read(store, slots_of(0, 0, 6))
+    store.grow(5)
+    assert_equal(read(store, slots_of(0, 0, 6)), before)
+    more = tokens(4, seed=1)
+    store.write(slots_of(4, 0, 4), *more)
+    store.seal(ids(4))
+    assert_equal(read(store, slots_of(4, 0, 4)), reference(*more, kind))
+    assert_equal(read(store, slots_of(0, 0, 6)), before)

@@ -37,3 +37,14 @@ def test_keeps_another_dtype_and_gives_the_models(dtype):
     assert found.dtype == torch.float32
     assert torch.equal(found[0], keys.to(dtype).float())
     assert store.nbytes == 15 * 2 * (4 + 6) * 2
+
+
+def test_grows_with_what_it_holds():
+    store, keys, values = filled()
+    store.grow(4)  # it has five
+    assert store.keys.shape[0] == 15
+    store.grow(7)
+    store.write(torch.tensor([20, 15]), keys[:2], values[:2])
+    found = store.read(torch.tensor([[*range(15), 20, 15]]))
+    assert torch.equal(found[0][0], torch.cat([keys, keys[:2]]))
+    assert torch.equal(found[1][0], torch.cat([values, values[:2]]))

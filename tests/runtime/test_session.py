@@ -5,6 +5,7 @@ import decodekit
 from decodekit.cache.paged import PagedCache
 from decodekit.core.compat import CACHE_KEY
 from decodekit.core.errors import InputError, Refused
+from decodekit.runtime import caches
 from decodekit.runtime.session import PagedSession
 from decodekit.testing import tiny_model
 from tests.runtime.conftest import PROMPTS
@@ -120,6 +121,28 @@ def test_a_budget_that_cannot_hold_the_call_is_refused_before_prefill(dense, pad
         dense.generate(**padded(), max_new_tokens=30, custom_generate=decoder)
     assert forwards == []
     assert dense.generate(torch.tensor([[5, 6]]), max_new_tokens=30, custom_generate=decoder).shape[0] == 1
+
+
+def test_what_steps_gather_is_kept_within_the_budget(dense, padded, monkeypatch) -> None:
+    most = []
+
+    class Watched(PagedCache):
+        def commit(self) -> None:
+            super().commit()
+            stats = self.stats()
+            most[-1] = max(most[-1], (stats["gathered_bytes"], stats["kv_bytes"]))
+
+    monkeypatch.setattr(caches, "PagedCache", Watched)
+    tokens = []
+    for budget in (None, "2MiB", "512KiB"):
+        most.append((0, 0))
+        decoder = decodekit.load({"cache": {"kind": "paged", "budget": budget}})
+        tokens.append(dense.generate(**padded(), max_new_tokens=30, eos_token_id=-1, custom_generate=decoder).tolist())
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert most[0] == most[1]
+    assert 0 < sum(most[1]) <= 2 * 2**20
+    assert most[2] == (0, most[1][1])
+    assert most[2][1] <= 512 * 1024 < sum(most[1])
 
 
 def test_a_recipe_can_quantize_keys_and_values(dense, forwards) -> None:

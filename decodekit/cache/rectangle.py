@@ -1,0 +1,100 @@
+"""What attention is given of the blocks: a rectangle of K/V, kept from step to step while the same rows grow together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decodekit.cache.blocks import BlockTable
+from decodekit.cache.storage import KVStore
+
+_SPARE = 64
+"""Fewest columns that a rectangle has to spare when it is made; a long one has an eighth of its own."""
+
+
+def room(columns: int) -> int:
+    """How many columns a rectangle has when it is made for so many."""
+    return columns + max(_SPARE, columns // 8)
+
+
+class Rectangle:
+    """The columns of K/V that the layers of one cache group see, the last token of each row in the last.
+
+    A step of the same rows in the same order, each as long as the step before left it, finds all columns but its own in
+    place: written tokens never change, and the pads of rows that grow alike stay where they are. It adds its columns; any
+    other step gathers all of them. They are kept from the second step in a row on, so that rows which change in every step
+    (beams) have no K/V twice. Columns that a window has passed go when there is no room left, and all are made anew.
+
+    Args:
+        keeps: whether to keep any; for blocks that are quantized it would undo what that saves.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._tables: Sequence[BlockTable] = ()
+        self._ends: list[int] = []
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._origin = self._room = 0
+        self._adds, self._seen = False, slice(0)
+
+    def settle(self) -> None:
+        """Let go of rows that are over, or were taken back."""
+        if any(table.committed != end for table, end in zip(self._tables, self._ends, strict=True)):
+            self.clear()
+
+    def begin(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, first: int) -> int | None:
+        """A step begins.
+
+        Args:
+            tables: [R] of its rows.
+            lengths: [R] cached tokens, less the row's pads among the new columns.
+            query_length: q, new columns.
+            first: the first token of the longest row that its queries see; where it is, is the first column.
+
+        Returns:
+            how many columns to gather behind all those that the queries see; ``None``: gather the new ones alone.
+        """
+        same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
+        goes_on, stop = same and lengths == self._ends, max(lengths) + query_length
+        self._adds, spare = goes_on and stop - self._origin <= self._room, None
+        if not self._adds:
+            self.clear()
+            self._origin = first
+            self._room = room(stop - first) if goes_on and self._keeps else 0
+            spare = max(self._room - (stop - first), 0)
+        self._tables, self._ends = tables, [length + query_length for length in lengths]
+        self._seen = slice(first - self._origin, stop - self._origin)
+        return spare
+
+    def read(self, layer: int, store: KVStore, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's queries see, [R, H, T, D] and [R, H, T, Dv]: views that are not to be edited.
+
+        Args:
+            layer: its number.
+            store: its K/V, the new ones among them.
+            slots: [R, ...] of the columns that :meth:`begin` said to gather.
+            keys: [R, H, q, D] of the new columns, rounded as the store rounds them.
+            values: [R, H, q, Dv] likewise.
+        """
+        if self._adds:
+            kept = self._kept[layer]
+            place = slice(self._seen.stop - keys.shape[2], self._seen.stop)
+            kept[0][:, :, place], kept[1][:, :, place] = keys, values
+        else:
+            with torch.inference_mode(False):  # later steps write into it, in whatever mode they are
+                gathered = store.read(slots)
+            kept = gathered[0].transpose(1, 2), gathered[1].transpose(1, 2)
+            if self._room:
+                self._kept[layer] = kept
+        return kept[0][:, :, self._seen], kept[1][:, :, self._seen]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(part.nbytes for kept in self._kept.values() for part in kept)
