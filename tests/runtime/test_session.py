@@ -23,8 +23,8 @@ def forwards(monkeypatch):
 
     original = RaggedForward.__call__
 
-    def noted(self, rows, tokens, *, direct=False):
-        raw = original(self, rows, tokens, direct=direct)
+    def noted(self, rows, tokens, *, last=1, direct=False):
+        raw = original(self, rows, tokens, last=last, direct=direct)
         seen.append((len(rows), sum(map(len, tokens)), direct))
         return raw
 
@@ -178,11 +178,11 @@ def test_an_interrupted_call_gives_its_blocks_back(dense, monkeypatch) -> None:
     cache = PagedCache(dense.config, num_blocks=50, prefix_cache=False)
     original, calls = PagedSession.step, []
 
-    def interrupted(self, rows, tokens):
+    def interrupted(self, rows, tokens, last):
         calls.append(rows)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(self, rows, tokens)
+        return original(self, rows, tokens, last)
 
     monkeypatch.setattr(PagedSession, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
