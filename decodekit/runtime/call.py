@@ -130,10 +130,10 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         speculation=None if given.scoring else _speculation(model, plan, pipeline, sequences, sessions, given),
     )
     loop.started = started
-    if not given.scoring and loop.shows_rows:
+    if not given.scoring and loop.chooser.shows_rows:
         for _, step in steps:
             if isinstance(step, CallersStep):
-                step.loop = loop
+                step.chooser = loop.chooser
     return Call(prepared, settings, tasks, outputs, loop, seed)
 
 
@@ -204,7 +204,7 @@ def _speculation(
     # Whole blocks, and room for a draft of every row and its forks.
     tokens = sum(plan.rows * (own + 3 * drafter.max_tokens + 4 * BLOCK_SIZE) for own in longest)
     host = Host(model, given.tokenizer, given.models, pipeline, tokens, model.device)
-    return lambda loop: Speculation(drafter, host, loop.sessions, loop.new_row)
+    return lambda loop: Speculation(drafter, host, loop.sessions, loop.chooser.new_row)
 
 
 def _with_call_options(strategy: SearchStrategy, settings: Settings) -> SearchStrategy:

@@ -17,7 +17,7 @@ from decodekit.core.types import Output
 from decodekit.recipe import Generation, Recipe, load_recipe
 from decodekit.runtime.branches import left_pad, too_long
 from decodekit.runtime.call import Call, Given, assemble
-from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result, Task
@@ -188,7 +188,7 @@ class TextCall:
         )
         if call.tasks[0].root.error is not None:
             raise InputError(call.tasks[0].root.error)
-        return call.loop.score(ids)
+        return call.loop.scorer.given(ids, call.tasks[0].root, call.loop.pipeline)
 
 
 def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
