@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decodekit.core import compat
-from decodekit.core.errors import InputError, RecipeError, Refused, UnsupportedConstraint, nearest
+from decodekit.core.errors import DecodekitError, InputError, Refused, nearest
 from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
@@ -181,7 +181,7 @@ def _constrain(
         inputs = sequence.request.inputs
         try:
             sequence.constraint = constraints.row(inputs, sequence.limits.max_new_tokens)
-        except (InputError, UnsupportedConstraint, RecipeError) as error:
+        except DecodekitError as error:
             if "constraint" not in inputs:
                 raise
             sequence.fail(str(error))

@@ -117,7 +117,7 @@ class Chooser:
     def take(self, walks: Sequence[Walk], outputs: Outputs, scores: Tensor) -> StepRecord:
         """Choose the next token of each sequence from the outputs at where it stands."""
         sequences = [walk.sequence for walk in walks]
-        scores, dead = constrain(scores, [sequence.constraint for sequence in sequences])
+        scores, dead = constrain(scores, outputs["main"].logits, [sequence.constraint for sequence in sequences])
         picked = self._pipeline(
             self._history.rows(sequences, self._pipeline.eos),
             scores,
