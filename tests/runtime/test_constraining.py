@@ -51,7 +51,7 @@ def test_forced_tokens_are_forwarded_together_and_change_nothing(model, tokenize
     apart = decoder(cache="dynamic").run(model, tokenizer, PROMPTS, max_new_tokens=24)
     for fast, slow in zip(together, apart, strict=True):
         assert fast.token_ids == slow.token_ids
-        assert fast.logprobs == pytest.approx(slow.logprobs, abs=1e-5)  # states of the hybrid model are float32
+        assert fast.logprobs == pytest.approx(slow.logprobs, abs=1e-4)  # states of the hybrid model are float32
         forced = fast.stats["forced_tokens"]
         assert forced >= 5  # "he end" and more once it has begun
         assert fast.stats["target_forwards"] <= slow.stats["target_forwards"] - forced + 2
