@@ -158,6 +158,10 @@ def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
         return Plan(inner, drafter=drafter, constrained=constrained)
     if isinstance(whole, SearchStrategy):
         whole = _with_call_options(whole, settings)
+    elif whole.count > 1 and not settings.config.do_sample:
+        raise Refused(
+            f"{whole.count} outputs of {inner.kind!r} are the same text each time without sampling; give do_sample=True"
+        )
     with guarded(whole, "resolve"):
         whole = whole.resolve(given.tokenizer)
     if not isinstance(whole, SearchStrategy):

@@ -135,6 +135,8 @@ class Chooser:
             for position in own:
                 walk, sequence = walks[position], sequences[position]
                 walk.goes_on = False
+                if sequence.finish_reason is not None:
+                    continue  # cancelled by what a candidate before it did in this very step
                 if isinstance(task, SequenceTask) and sequence is task.root:
                     task.begin(select_positions(outputs, position))
                     continue
