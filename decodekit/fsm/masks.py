@@ -123,7 +123,7 @@ class CompiledAutomaton(CompiledConstraint):
             return known if known <= limit else None
         with self._exploring():
             best = {place: 0}
-            queue = [(self._at_least(place), 0, place)]
+            queue = [(self._at_least(place), 0, place)] if self._at_least(place) <= limit else []
             while queue:
                 _, taken, here = heapq.heappop(queue)
                 taken = -taken  # of equally promising places, the farthest first
@@ -152,16 +152,17 @@ class CompiledAutomaton(CompiledConstraint):
         while len(forced) < _MOST_FORCED and (byte := self._only_byte(state)) is not None:
             forced.append(byte)
             state = self._dfa.step(state, byte)
+        if not forced or forced[0] & 0xC0 == 0x80:
+            return []  # nothing, or the rest of a character, which no text can be cut into
         try:
-            # At the end, a character may be forced in part only.
-            text = forced.decode(errors="strict" if not forced or forced[0] & 0xC0 == 0x80 else "ignore")
+            text = forced.decode(errors="ignore")  # the last character may be forced in part only
             tokens = list(self.vocabulary.encode(text, first=place.first))
             state = self._read(place.state, text.encode())
             for cut in self._crossed(text, state):
                 before = self.vocabulary.encode(text[:cut], first=place.first)
                 same = (ours == theirs for ours, theirs in zip(tokens, before, strict=False))
                 tokens = tokens[: sum(takewhile(bool, same))]
-        except (UnicodeDecodeError, InputError):
+        except InputError:
             return []
         return tokens
 

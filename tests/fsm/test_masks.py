@@ -204,46 +204,46 @@ def test_the_space_that_a_decoder_drops_at_the_start_costs_nothing():
     assert not is_legal(mask_of(state, 6), 4)
 
 
-class TestForced:
-    """With the demo model's tokenizer, which merges across almost any boundary."""
+@pytest.fixture(scope="module")
+def smol(demo):
+    """The demo model's vocabulary: merges go across almost any boundary."""
+    return Vocabulary.of(demo[1])
 
-    @pytest.fixture(scope="class")
-    def smol(self, demo):
-        return Vocabulary.of(demo[1])
 
-    @pytest.mark.parametrize(
-        ("pattern", "forced"),
-        [
-            ("name: (foo|bar)", ["name", ":"]),
-            ('"name": "[a-z]+"', ['"', "name", '":', ' "']),
-            (r"The answer is \d+", ["The", " answer", " is"]),
-            ("hello", ["hello"]),
-            ("hello|help", []),
-            ("(hello)?", []),
-            ("(😨|😍)+", []),
-            ("日本語です?", None),
-        ],
-    )
-    def test_is_cut_as_the_tokenizer_cuts_the_text(self, smol, pattern, forced):
-        state = compiled(pattern, smol).start()
-        tokens = state.forced_tokens()
-        if forced is not None:
-            assert [smol.tokens[token].decode() for token in tokens] == forced
-        for text in ("日本語です", "日本語で") if forced is None else ():
-            assert list(smol.encode(text)[: len(tokens)]) == tokens
-        for token in tokens:
-            state.advance(token)
+@pytest.mark.parametrize(
+    ("pattern", "forced"),
+    [
+        ("name: (foo|bar)", ["name", ":"]),
+        ('"name": "[a-z]+"', ['"', "name", '":', ' "']),
+        (r"The answer is \d+", ["The", " answer", " is"]),
+        ("hello", ["hello"]),
+        ("hello|help", []),
+        ("(hello)?", []),
+        ("(😨|😍)+", []),
+        ("日本語です?", None),
+    ],
+)
+def test_forced_tokens_are_cut_as_the_tokenizer_cuts_the_text(smol, pattern, forced):
+    state = compiled(pattern, smol).start()
+    tokens = state.forced_tokens()
+    if forced is not None:
+        assert [smol.tokens[token].decode() for token in tokens] == forced
+    for text in ("日本語です", "日本語で") if forced is None else ():
+        assert list(smol.encode(text)[: len(tokens)]) == tokens
+    for token in tokens:
+        state.advance(token)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(
-        text=st.text(alphabet="abt e\n1é中", min_size=1, max_size=12),
-        ends=st.lists(st.text("at e\n1.é", max_size=4), min_size=2, max_size=4),
-    )
-    def test_every_text_of_the_language_begins_with_them(self, smol, text, ends):
-        state = compiled(f"{re.escape(text)}(?:{'|'.join(map(re.escape, ends))})", smol).start()
-        forced = state.forced_tokens()
-        for end in ends:
-            assert list(smol.encode(text + end)[: len(forced)]) == forced, (text, end)
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    text=st.text(alphabet="abt e\n1é中", min_size=1, max_size=12),
+    ends=st.lists(st.text("at e\n1.é", max_size=4), min_size=2, max_size=4),
+)
+def test_every_text_of_the_language_begins_with_its_forced_tokens(smol, text, ends):
+    state = compiled(f"{re.escape(text)}(?:{'|'.join(map(re.escape, ends))})", smol).start()
+    forced = state.forced_tokens()
+    for end in ends:
+        assert list(smol.encode(text + end)[: len(forced)]) == forced, (text, end)
 
 
 def test_states_of_a_product_never_meet_a_dead_end(vocabulary):
