@@ -17,7 +17,7 @@ DEAD = 0
 _UNKNOWN = -1
 _WORK_A_STEP = 2
 MOST_STATES = 200_000
-WORK_AT_ONCE = 300_000
+WORK_AT_ONCE = 600_000
 """About a second's worth, in parts of states that steps look at."""
 
 
