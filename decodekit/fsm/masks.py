@@ -24,7 +24,6 @@ from decodekit.fsm.trie import Ints, TokenTrie
 _KEPT_BYTES = 64 * 2**20
 _MOST_FORCED = 512
 _NO_LIMIT = 1 << 60
-_BYTES_OF_TEXT = {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}
 
 
 class Place(NamedTuple):
@@ -45,9 +44,10 @@ class CompiledAutomaton(CompiledConstraint):
 
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._dfa = Dfa(automaton)
+        trie = _tries(vocabulary)[1]
+        self._dfa = Dfa(automaton, trie.spelt)
         self._lock = RLock()
-        self._longest = _tries(vocabulary)[1].longest
+        self._longest, self._spells_all = trie.longest, trie.spells_all
         self._eos = np.zeros(vocabulary.width, dtype=bool)
         self._eos[[token for token in vocabulary.eos_ids if token < vocabulary.width]] = True
         self._masks: dict[Place, Tensor] = {}
@@ -55,7 +55,6 @@ class CompiledAutomaton(CompiledConstraint):
         self._reached: dict[Place, list[Place]] = {}
         self._forced: dict[Place, list[int]] = {}
         self._distance: dict[Place, int] = {}
-        self._spells_all = {token for token in vocabulary.tokens if token and len(token) == 1} >= _BYTES_OF_TEXT
         start = self.start()._places[0]
         if not (self._dfa.is_live(start.state) and self._can_end(start)):
             raise InputError("no text that the tokenizer can spell satisfies this constraint; relax one of its parts")
