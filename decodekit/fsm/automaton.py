@@ -18,7 +18,7 @@ _BYTES_OF_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
 _UNKNOWN = -1
 _WORK_A_STEP, _WORK_A_STATE = 2, 20
 MOST_STATES = 200_000
-WORK_AT_ONCE = 600_000
+WORK_AT_ONCE = 400_000
 """About a second's worth, in parts of states that steps look at."""
 
 

@@ -166,10 +166,11 @@ class CompiledAutomaton(CompiledConstraint):
         return tokens
 
     def _crossed(self, text: str, state: int) -> list[int]:
-        """Where in a forced text a token may begin that goes on beyond its end, at ``state``."""
+        """Where a forced text may be cut otherwise: where a token may begin that goes on beyond its end, at ``state``."""
         trie = _tries(self.vocabulary)[1]
-        found = []
-        for cut in range(len(text)):
+        # Tokenizers split white space by what stands behind it, without a token that shows it.
+        found = [len(text.rstrip())]
+        for cut in range(found[0]):
             rest = text[cut:].encode()
             starts = [rest[skipped:] for skipped in range(len(text[cut].encode()))]
             nodes = [node for start in starts if (node := trie.find(start)) is not None]
