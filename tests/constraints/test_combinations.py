@@ -15,6 +15,7 @@ from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint
 from decodekit.core.registry import create
 from decodekit.core.vocabulary import Vocabulary
+from decodekit.testing import tiny_tokenizer
 
 VOCABULARY = Vocabulary((None, b"a", b"b", b"c", b"ab", b"bc", b"x"), False, (0,), None)
 
@@ -94,11 +95,10 @@ def test_dead_ends_of_other_engines_are_seen_a_few_tokens_ahead():
 
 
 def test_what_is_forced_on_one_member_is_forced():
-    tokenizer = pytest.importorskip("decodekit.testing").tiny_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer)
-    both = AllOf(constraints=(Foreign(pattern="the (cat|dog)"), Regex(pattern="[a-z ]*")))
+    vocabulary = Vocabulary.of(tiny_tokenizer())
+    both = AllOf(constraints=(Foreign(pattern="the-(cat|dog)"), Regex(pattern="[a-z-]*")))
     forced = both.compile(vocabulary).start().forced_tokens()
-    assert b"".join(vocabulary.tokens[token] for token in forced) == b"the "
+    assert b"".join(vocabulary.tokens[token] for token in forced) == b"the-"
     either = AnyOf(constraints=(Foreign(pattern="the cat"), Regex(pattern="the cow")))
     forced = either.compile(vocabulary).start().forced_tokens()
     assert b"".join(vocabulary.tokens[token] for token in forced) == b"the c"
@@ -119,6 +119,15 @@ def test_recipes_nest_them(accepts):
     assert accepts(spec, "yes, good")
     assert not accepts(spec, "yes, bad")
     assert not accepts(spec, "maybe")
+
+
+def test_texts_of_members_are_resolved():
+    class Late(Foreign):
+        def resolve(self, tokenizer):
+            return Regex(pattern=tokenizer)
+
+    resolved = AnyOf(constraints=(Late(pattern="b"), Regex(pattern="c"))).resolve("a")
+    assert texts(resolved.compile(VOCABULARY).start()) == {"a", "c"}
 
 
 def test_look_around_of_a_part_sees_that_part_alone(accepts):
