@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
-from decodekit.constraints.schemas import patterns
-from decodekit.constraints.schemas.formula import (
+from decodekit.schemas import patterns
+from decodekit.schemas.formula import (
     EVERYTHING,
     NOTHING,
     EveryMember,
@@ -24,7 +24,7 @@ from decodekit.constraints.schemas.formula import (
     Unknown,
     both,
 )
-from decodekit.constraints.schemas.shapes import Shape, holds, names_in, regions, unfolded
+from decodekit.schemas.shapes import Shape, holds, names_in, regions, unfolded
 from decodekit.core.errors import UnsupportedConstraint
 
 WIDTH = 64

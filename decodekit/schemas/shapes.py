@@ -8,8 +8,8 @@ from fractions import Fraction
 from functools import reduce
 from itertools import product
 
-from decodekit.constraints.schemas import numbers, patterns
-from decodekit.constraints.schemas.formula import (
+from decodekit.schemas import numbers, patterns
+from decodekit.schemas.formula import (
     And,
     Assertion,
     Bound,

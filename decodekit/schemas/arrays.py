@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from decodekit.constraints.schemas.formula import (
+from decodekit.schemas.formula import (
     Distinct,
     EveryItem,
     Formula,
@@ -18,8 +18,8 @@ from decodekit.constraints.schemas.formula import (
     negate,
     one_of_values,
 )
-from decodekit.constraints.schemas.objects import WIDTH, Grammar
-from decodekit.constraints.schemas.shapes import Shape
+from decodekit.schemas.objects import WIDTH, Grammar
+from decodekit.schemas.shapes import Shape
 from decodekit.core.errors import UnsupportedConstraint
 
 MAX_STATES = 512

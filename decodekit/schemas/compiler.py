@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from decodekit.constraints.schemas import numbers, patterns
-from decodekit.constraints.schemas.arrays import ArrayShape, array_shape
-from decodekit.constraints.schemas.formula import (
+from decodekit.schemas import numbers, patterns
+from decodekit.schemas.arrays import ArrayShape, array_shape
+from decodekit.schemas.formula import (
     NumberIn,
     OfType,
     And,
@@ -21,15 +21,15 @@ from decodekit.constraints.schemas.formula import (
     Unknown,
     both,
 )
-from decodekit.constraints.schemas.objects import Grammar, ObjectShape, object_shapes, presence_clause
-from decodekit.constraints.schemas.shapes import (
+from decodekit.schemas.objects import Grammar, ObjectShape, object_shapes, presence_clause
+from decodekit.schemas.shapes import (
     Shape,
     alternatives,
     holds,
     number_terminal,
     string_terminal,
 )
-from decodekit.constraints.schemas.translate import Translator, draft_of
+from decodekit.schemas.translate import Translator, draft_of
 from decodekit.core.errors import InputError, UnsupportedConstraint
 
 Whitespace = Literal["compact", "spaces", "indented"]

@@ -14,8 +14,8 @@ import referencing.exceptions
 from jsonschema_specifications import REGISTRY
 from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202012
 
-from decodekit.constraints.schemas import formats
-from decodekit.constraints.schemas.formula import (
+from decodekit.schemas import formats
+from decodekit.schemas.formula import (
     EVERYTHING,
     NOTHING,
     TYPES,
@@ -44,7 +44,7 @@ from decodekit.constraints.schemas.formula import (
     negate,
     one_of_values,
 )
-from decodekit.constraints.schemas.patterns import parse
+from decodekit.schemas.patterns import parse
 from decodekit.core.errors import InputError, UnsupportedConstraint
 
 DRAFTS = {"4": DRAFT4, "6": DRAFT6, "7": DRAFT7, "2019-09": DRAFT201909, "2020-12": DRAFT202012}
