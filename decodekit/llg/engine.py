@@ -6,6 +6,7 @@ https://github.com/guidance-ai/llguidance: an Earley parser over a lexer of rege
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -21,9 +22,11 @@ from decodekit.core.vocabulary import Vocabulary
 
 MAX_GRAMMAR = 8 * 2**20
 """Characters of a grammar's text: longer ones are refused before the engine reads them."""
-_SEARCHED = 600
-"""States that one search for an end may visit."""
-_CLOSING = frozenset(b'"}]{[(),:;<>/ \n0123456789')
+_SEARCHED = 4_000
+"""Places that one search for an end may visit."""
+_ALIKE = 2
+_FEW = 12
+_CLOSING = frozenset(b"\"'}])>/;\n")
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -44,20 +47,44 @@ class CompiledGrammar(CompiledConstraint):
         self.vocabulary = vocabulary
         self.unsupported = tuple(unsupported)
         self.exact = not self.unsupported
-        self._matcher = _matcher(_tokenizer(vocabulary), _spaced(lark) if vocabulary.drops_first_space else lark)
+        lark = _spaced(lark) if vocabulary.drops_first_space else lark
+        self._matcher = _matcher(_tokenizer(vocabulary), lark)
         if not any(self._matcher.compute_bitmask()):
             raise InputError("no text satisfies this grammar")
         self.closing = _closing_tokens(vocabulary)
+        self._lark = lark
+        self._over_bytes: LLMatcher | None = None
 
     def start(self) -> GrammarState:
         """A fresh state before the first token."""
-        return GrammarState(self, self._matcher.deep_copy())
+        return GrammarState(self, self._matcher.deep_copy(), [])
+
+    def over_bytes(self, text: bytes) -> LLMatcher:
+        """The place after these bytes, to go on byte by byte, which is quicker than by tokens."""
+        if self._over_bytes is None:
+            self._over_bytes = _matcher(_bytes_tokenizer(), self._lark)
+        matcher = self._over_bytes.deep_copy()
+        matcher.consume_tokens(list(text))
+        return matcher
+
+    def fewest_tokens(self, text: bytes) -> int | None:
+        """How many tokens spell these bytes at least; ``None`` if none do."""
+        spellings, longest = _spellings(self.vocabulary)
+        fewest: list[int | None] = [0]
+        for end in range(1, len(text) + 1):
+            before = [
+                count
+                for start in range(max(0, end - longest), end)
+                if (count := fewest[start]) is not None and text[start:end] in spellings
+            ]
+            fewest.append(min(before) + 1 if before else None)
+        return fewest[-1]
 
 
 class GrammarState(ConstraintState):
     """One row's place in a grammar."""
 
-    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher, taken: int = 0, ended: int = 0) -> None:
+    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher, taken: list[int], ended: int = 0) -> None:
         self._compiled = compiled
         self._matcher = matcher
         self._taken = taken
@@ -83,7 +110,7 @@ class GrammarState(ConstraintState):
         elif self._ended or not self._takes(token):
             raise RowError(f"token {token} is not legal here")
         else:
-            self._taken += 1
+            self._taken.append(token)
 
     def _takes(self, token: int) -> bool:
         # The engine must not see what it would not survive: ids of special tokens and beyond the vocabulary.
@@ -92,16 +119,16 @@ class GrammarState(ConstraintState):
         return known and self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:  # noqa: D102
-        if count > self._taken + self._ended:
-            raise ValueError(f"{count} tokens cannot be taken back: {self._taken + self._ended} were taken")
+        if count > len(self._taken) + self._ended:
+            raise ValueError(f"{count} tokens cannot be taken back: {len(self._taken) + self._ended} were taken")
         ends = min(count, self._ended)
         self._ended -= ends
         if back := count - ends:
             self._matcher.rollback(back)
-            self._taken -= back
+            del self._taken[-back:]
 
     def fork(self) -> Self:  # noqa: D102
-        return type(self)(self._compiled, self._matcher.deep_copy(), self._taken, self._ended)
+        return type(self)(self._compiled, self._matcher.deep_copy(), self._taken[:], self._ended)
 
     def forced_tokens(self) -> list[int]:  # noqa: D102
         if self._ended or self._matcher.is_stopped():
@@ -112,65 +139,97 @@ class GrammarState(ConstraintState):
         return bool(self._ended) or self._matcher.is_accepting()
 
     def min_tokens_to_accept(self, limit: int) -> int | None:
-        """As the protocol says, found by a search of forks: an upper bound where there are many ways to go on.
+        """As the protocol says, found by a bounded search: an upper bound where there are many ways to go on."""
+        end = self.shortest_end()
+        if end is None:
+            return None
+        needed = self._compiled.fewest_tokens(end)
+        return needed if needed is not None and needed <= limit else None
 
-        Of the legal tokens only single bytes, brackets, quotes and the like are tried, and of states with the same mask one.
+    def shortest_end(self) -> bytes | None:
+        """Few bytes after which the text may end; ``None`` where a bounded search finds none.
+
+        A search over bytes, the shortest first. Places look alike when the same bytes may come next and the same must. Of the
+        bytes that lead from one look to another, two are tried; of the places of one look that as many bytes lead to from
+        one look, two are followed.
         """
         if self.is_accepting():
-            return 0
-        frontier, visited = [self], 0
-        for depth in range(1, limit + 1):
-            following: dict[bytes, GrammarState] = {}
-            for state in frontier:
-                for token in state._worth_trying():
-                    visited += 1
-                    ahead = state.fork()
-                    if not ahead._takes(token):
+            return b""
+        start = self._compiled.over_bytes(b"".join(self._compiled.vocabulary.tokens[token] or b"" for token in self._taken))
+        layers: list[list[tuple[bytes, LLMatcher, bytes]]] = [[(b"", start, b"")]]
+        followed: Counter[tuple[int, bytes, bytes]] = Counter()
+        known: dict[bytes, list[bytes]] = {}
+        visited = 0
+        for layer in layers:  # grows while there are ways to go on
+            for path, matcher, look in layer:
+                told: Counter[bytes] = Counter()
+                telling = []
+                forced = matcher.compute_ff_bytes()
+                for step in [forced] if forced else known.get(look) or _steps(matcher.compute_bitmask()):
+                    ahead = matcher.deep_copy()
+                    if ahead.try_consume_tokens(list(step)) != len(step):
                         continue
-                    if ahead._matcher.is_accepting():
-                        return depth
-                    following.setdefault(ahead._matcher.compute_bitmask(), ahead)
+                    if ahead.is_accepting():
+                        return path + step
+                    length = len(path) + len(step)
+                    view = ahead.compute_bitmask() + ahead.compute_ff_bytes()
+                    told[view] += 1
+                    if told[view] <= _ALIKE:
+                        telling.append(step)
+                    followed[length, look, view] += 1
+                    if followed[length, look, view] <= _ALIKE:
+                        layers += [[] for _ in range(length + 1 - len(layers))]
+                        layers[length].append((path + step, ahead, view))
+                    visited += 1
                     if visited > _SEARCHED:
-                        return self._forced_end(limit)
-            frontier = list(following.values())
+                        return None
+                known.setdefault(look, telling)
         return None
-
-    def _forced_end(self, limit: int) -> int | None:
-        """The tokens until the text may end, when closing is preferred to anything else."""
-        ahead = self.fork()
-        for count in range(1, limit + 1):
-            if not any(ahead._takes(token) for token in ahead._worth_trying()):
-                return None
-            if ahead._matcher.is_accepting():
-                return count
-        return None
-
-    def _worth_trying(self) -> list[int]:
-        if forced := self._matcher.compute_ff_tokens():
-            return [forced[0]]
-        mask = self._matcher.compute_bitmask()
-        return [token for token in self._compiled.closing if mask[token >> 3] >> (token & 7) & 1]
 
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
-        """As the protocol says, near the limit: of the legal tokens, those worth trying whose end is found in time.
+        """As the protocol says, near the limit: of the legal tokens, those for which an end is found in time.
 
         Far from it (four times the tokens that an end takes now, and 64 more) every legal token is taken to leave time enough.
         """
         self.mask(out, row)
-        needed = self.min_tokens_to_accept(limit)
+        end = self.shortest_end()
+        needed = None if end is None else self._compiled.fewest_tokens(end)
         if needed is not None and limit >= 4 * needed + 64:
             return
-        legal = set(mask_tokens(out[row]))
-        eos = legal & set(self._compiled.vocabulary.eos_ids)
-        in_time = []
-        for token in legal.intersection(self._compiled.closing):
-            ahead = self.fork()
-            if ahead._takes(token) and ahead.min_tokens_to_accept(limit - 1) is not None:
-                in_time.append(token)
-        words = torch.zeros(out.shape[1], dtype=torch.int64)
-        for token in [*eos, *in_time]:
-            words[token // 32] |= 1 << token % 32
-        out[row] = words.to(torch.int32)
+        tokens = self._compiled.vocabulary.tokens
+        kept = torch.zeros(out.shape[1], dtype=torch.int64)
+        for token in mask_tokens(out[row]):
+            piece = tokens[token]
+            if piece is None:
+                in_time = True  # an EOS
+            elif end and end.startswith(piece):
+                after = self._compiled.fewest_tokens(end[len(piece) :])
+                in_time = after is not None and after < limit
+            elif needed is not None and needed >= limit:
+                in_time = False  # what is off the shortest way takes longer
+            else:
+                in_time = token in self._compiled.closing and self._ends_within(token, limit - 1)
+            if in_time:
+                kept[token // 32] |= 1 << token % 32
+        out[row] = kept.to(torch.int32)
+
+    def _ends_within(self, token: int, limit: int) -> bool:
+        ahead = self.fork()
+        ahead.advance(token)
+        return ahead.min_tokens_to_accept(limit) is not None
+
+
+def _steps(mask: bytes) -> list[bytes]:
+    """Of the bytes that may come next those worth trying: all signs, and of many letters a few."""
+    legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+    signs = [byte for byte in legal if byte < 0x80 and not chr(byte).isalpha()]
+    letters = [byte for byte in legal if byte < 0x80 and chr(byte).isalpha()]
+    if len(letters) > _FEW:
+        letters = letters[:1] + letters[-2:]
+    # What closes comes first: of places that look alike, the first are followed.
+    ordered = [byte for byte in signs if byte in _CLOSING]
+    ordered += letters + [byte for byte in signs if byte not in _CLOSING]
+    return [bytes([byte]) for byte in ordered or legal[:_FEW]]
 
 
 def validated(lark: str) -> None:
@@ -261,18 +320,15 @@ def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 @lru_cache(maxsize=8)
-def _closing_tokens(vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Tokens that are one byte, or only brackets, quotes, digits and the like; those that close first, longest first."""
-    found = [
-        index
-        for index, token in enumerate(vocabulary.tokens)
-        if token is not None and index not in vocabulary.eos_ids and (len(token) == 1 or _CLOSING.issuperset(token))
-    ]
+def _spellings(vocabulary: Vocabulary) -> tuple[frozenset[bytes], int]:
+    """What the tokens spell, and the length of the longest."""
+    found = frozenset(token for token in vocabulary.tokens if token is not None)
+    return found, max(map(len, found))
 
-    def rank(index: int) -> tuple[int, int, bytes]:
-        token = vocabulary.tokens[index] or b""
-        closes = sum(token.count(byte) for byte in b'"}])')
-        opens = sum(token.count(byte) for byte in b"{[(,")
-        return (opens - closes, -len(token), token)
 
-    return tuple(sorted(found, key=rank))
+@lru_cache(maxsize=8)
+def _closing_tokens(vocabulary: Vocabulary) -> frozenset[int]:
+    """The tokens made only of signs that close something."""
+    return frozenset(
+        index for index, token in enumerate(vocabulary.tokens) if token is not None and _CLOSING.issuperset(token)
+    )
