@@ -91,11 +91,11 @@ class JsonSchema(Constraint):
         return document
 
     def compile(self, vocabulary: Vocabulary) -> CompiledGrammar:
-        lark, unsupported = self.grammar()
-        return CompiledGrammar(lark, vocabulary, unsupported)
+        grammar = self.grammar()
+        return CompiledGrammar(grammar.lark, vocabulary, grammar.relaxed, grammar.names)
 
-    def grammar(self) -> tuple[str, tuple[str, ...]]:
-        """The grammar in llguidance's Lark, and the keywords that it leaves out.
+    def grammar(self) -> SchemaGrammar:
+        """The schema as a grammar in llguidance's Lark.
 
         Raises:
             UnsupportedConstraint: a keyword cannot be enforced, and ``unsupported`` is ``error``.
@@ -108,7 +108,7 @@ class JsonSchema(Constraint):
         except jsonschema.SchemaError as error:
             raise InputError(f"this is no JSON Schema of draft {draft}: {error.json_path}: {error.message[:200]}") from error
         try:
-            compiler = SchemaGrammar(
+            grammar = SchemaGrammar(
                 document,
                 draft=draft,
                 whitespace=self.whitespace,
@@ -116,7 +116,8 @@ class JsonSchema(Constraint):
                 relax=self.unsupported == "validate",
                 empty=is_empty,
             )
-            return compiler.lark(), tuple(compiler.relaxed)
+            _ = grammar.lark
+            return grammar
         except RecursionError as error:
             raise UnsupportedConstraint("the schema is nested too deeply", ["$ref"]) from error
 

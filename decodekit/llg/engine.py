@@ -6,7 +6,6 @@ https://github.com/guidance-ai/llguidance: an Earley parser over a lexer of rege
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -19,14 +18,10 @@ from torch import Tensor
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
+from decodekit.llg.ends import CLOSING, json_end, searched_end
 
 MAX_GRAMMAR = 8 * 2**20
 """Characters of a grammar's text: longer ones are refused before the engine reads them."""
-_SEARCHED = 4_000
-"""Places that one search for an end may visit."""
-_ALIKE = 2
-_FEW = 12
-_CLOSING = frozenset(b"\"'}])>/;\n")
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -37,14 +32,22 @@ class CompiledGrammar(CompiledConstraint):
         lark: a grammar in llguidance's Lark, with the rule ``start``.
         vocabulary: of the model.
         unsupported: the keywords of the source that the grammar leaves out.
+        names: where the texts are JSON, the names that its objects may need, the required first.
 
     Raises:
         UnsupportedConstraint: the grammar is beyond the engine's limits.
         InputError: it has an error, or the vocabulary has no EOS to end a text with.
     """
 
-    def __init__(self, lark: str, vocabulary: Vocabulary, unsupported: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        lark: str,
+        vocabulary: Vocabulary,
+        unsupported: Iterable[str] = (),
+        names: tuple[str, ...] | None = None,
+    ) -> None:
         self.vocabulary = vocabulary
+        self.names = names
         self.unsupported = tuple(unsupported)
         self.exact = not self.unsupported
         lark = _spaced(lark) if vocabulary.drops_first_space else lark
@@ -149,42 +152,18 @@ class GrammarState(ConstraintState):
     def shortest_end(self) -> bytes | None:
         """Few bytes after which the text may end; ``None`` where a bounded search finds none.
 
-        A search over bytes, the shortest first. Places look alike when the same bytes may come next and the same must. Of the
-        bytes that lead from one look to another, two are tried; of the places of one look that as many bytes lead to from
-        one look, two are followed.
+        See ``decodekit.llg.ends``.
         """
         if self.is_accepting():
             return b""
-        start = self._compiled.over_bytes(b"".join(self._compiled.vocabulary.tokens[token] or b"" for token in self._taken))
-        layers: list[list[tuple[bytes, LLMatcher, bytes]]] = [[(b"", start, b"")]]
-        followed: Counter[tuple[int, bytes, bytes]] = Counter()
-        known: dict[bytes, list[bytes]] = {}
-        visited = 0
-        for layer in layers:  # grows while there are ways to go on
-            for path, matcher, look in layer:
-                told: Counter[bytes] = Counter()
-                telling = []
-                forced = matcher.compute_ff_bytes()
-                for step in [forced] if forced else known.get(look) or _steps(matcher.compute_bitmask()):
-                    ahead = matcher.deep_copy()
-                    if ahead.try_consume_tokens(list(step)) != len(step):
-                        continue
-                    if ahead.is_accepting():
-                        return path + step
-                    length = len(path) + len(step)
-                    view = ahead.compute_bitmask() + ahead.compute_ff_bytes()
-                    told[view] += 1
-                    if told[view] <= _ALIKE:
-                        telling.append(step)
-                    followed[length, look, view] += 1
-                    if followed[length, look, view] <= _ALIKE:
-                        layers += [[] for _ in range(length + 1 - len(layers))]
-                        layers[length].append((path + step, ahead, view))
-                    visited += 1
-                    if visited > _SEARCHED:
-                        return None
-                known.setdefault(look, telling)
-        return None
+        tokens = self._compiled.vocabulary.tokens
+        text = b"".join(tokens[token] or b"" for token in self._taken)
+        matcher = self._compiled.over_bytes(text)
+        if self._compiled.names is not None:
+            end = json_end(matcher, text, self._compiled.names)
+            if end is not None:
+                return end
+        return searched_end(matcher, LLMatcher.is_accepting)
 
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
         """As the protocol says, near the limit: of the legal tokens, those for which an end is found in time.
@@ -217,19 +196,6 @@ class GrammarState(ConstraintState):
         ahead = self.fork()
         ahead.advance(token)
         return ahead.min_tokens_to_accept(limit) is not None
-
-
-def _steps(mask: bytes) -> list[bytes]:
-    """Of the bytes that may come next those worth trying: all signs, and of many letters a few."""
-    legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
-    signs = [byte for byte in legal if byte < 0x80 and not chr(byte).isalpha()]
-    letters = [byte for byte in legal if byte < 0x80 and chr(byte).isalpha()]
-    if len(letters) > _FEW:
-        letters = letters[:1] + letters[-2:]
-    # What closes comes first: of places that look alike, the first are followed.
-    ordered = [byte for byte in signs if byte in _CLOSING]
-    ordered += letters + [byte for byte in signs if byte not in _CLOSING]
-    return [bytes([byte]) for byte in ordered or legal[:_FEW]]
 
 
 def validated(lark: str) -> None:
@@ -330,5 +296,5 @@ def _spellings(vocabulary: Vocabulary) -> tuple[frozenset[bytes], int]:
 def _closing_tokens(vocabulary: Vocabulary) -> frozenset[int]:
     """The tokens made only of signs that close something."""
     return frozenset(
-        index for index, token in enumerate(vocabulary.tokens) if token is not None and _CLOSING.issuperset(token)
+        index for index, token in enumerate(vocabulary.tokens) if token is not None and CLOSING.issuperset(token)
     )

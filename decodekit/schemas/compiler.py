@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from decodekit.schemas import numbers, patterns
@@ -92,6 +93,14 @@ class SchemaGrammar(Grammar):
         self.open_object, self.close_object = self.terminal(rf"/\{{{opening}/"), self.terminal(rf"/{closing}\}}/")
         self.open_array, self.close_array = self.terminal(rf"/\[{opening}/"), self.terminal(rf"/{closing}\]/")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of members that the rules mention, the required first."""
+        shapes = [shape for symbol in self._symbols.values() for shape in symbol.objects]
+        required = [name for shape in shapes for name in sorted(shape.required)]
+        return tuple(dict.fromkeys([*required, *(name for shape in shapes for name in shape.named)]))
+
+    @cached_property
     def lark(self) -> str:
         """The grammar's text.
 
