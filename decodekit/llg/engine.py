@@ -51,7 +51,7 @@ class CompiledGrammar(CompiledConstraint):
         self.unsupported = tuple(unsupported)
         self.exact = not self.unsupported
         lark = _spaced(lark) if vocabulary.drops_first_space else lark
-        self._matcher = _matcher(_tokenizer(vocabulary), lark)
+        self._matcher = _matcher(engine_tokenizer(vocabulary), lark)
         if not any(self._matcher.compute_bitmask()):
             raise InputError("no text satisfies this grammar")
         self.closing = _closing_tokens(vocabulary)
@@ -273,7 +273,12 @@ def _bytes_tokenizer() -> LLTokenizer:
 
 
 @lru_cache(maxsize=8)
-def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+def engine_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """The vocabulary as llguidance has it, made once.
+
+    Raises:
+        InputError: it has no EOS.
+    """
     eos = [token for token in vocabulary.eos_ids if token < vocabulary.width]
     if not eos:
         raise InputError("a constraint needs an EOS among the model's tokens to end a text with; give eos_token_id")
