@@ -120,9 +120,9 @@ def _walks(compiled: CompiledConstraint, vocabulary: Vocabulary, text: str, mask
     out = torch.zeros(1, mask_words(vocabulary.width), dtype=torch.int32)
     for token in vocabulary.encode(text, first=True):
         started = time.perf_counter()
-        state.mask(out, 0)
-        masking.append(time.perf_counter() - started)
         try:
+            state.mask(out, 0)
+            masking.append(time.perf_counter() - started)
             state.advance(token)
         except RowError:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -104,7 +105,8 @@ class JsonSchema(Constraint):
         document = self.document
         draft = self.draft_used
         try:
-            _VALIDATORS[draft].check_schema(document)
+            # Not its formats: patterns are ECMAScript's, which Python's re does not know.
+            _VALIDATORS[draft].check_schema(document, format_checker=jsonschema.FormatChecker(()))
         except jsonschema.SchemaError as error:
             raise InputError(f"this is no JSON Schema of draft {draft}: {error.json_path}: {error.message[:200]}") from error
         try:
@@ -135,7 +137,10 @@ class JsonSchema(Constraint):
             return f"no JSON: {error}"
         validator = _VALIDATORS[self.draft_used]
         checker = validator.FORMAT_CHECKER if self.format == "assert" else None
-        error = next(validator(self.document, format_checker=checker).iter_errors(value), None)
+        try:
+            error = next(validator(self.document, format_checker=checker).iter_errors(value), None)
+        except re.error as wrong:
+            return f"cannot be checked: a pattern is none of Python's: {wrong}"
         return None if error is None else f"{error.json_path}: {error.message}"
 
 

@@ -21,15 +21,15 @@ def searched_end(matcher: LLMatcher, reached: Callable[[LLMatcher], bool]) -> by
     """Few bytes that lead to a place that is wanted; ``None`` where a bounded search finds none.
 
     A search over bytes, the shortest first. Places look alike when the same bytes may come next and the same must. Of the
-    bytes that lead from one look to another, two are tried; of the places of one look that as many bytes lead to from one look,
-    two are followed.
+    bytes that lead from one look to another, two are tried; of the places that as many bytes lead to through the same three
+    looks, two are followed.
     """
-    layers: list[list[tuple[bytes, LLMatcher, bytes]]] = [[(b"", matcher, b"")]]
-    followed: Counter[tuple[int, bytes, bytes]] = Counter()
+    layers: list[list[tuple[bytes, LLMatcher, bytes, bytes]]] = [[(b"", matcher, b"", b"")]]
+    followed: Counter[tuple[int, bytes, bytes, bytes]] = Counter()
     known: dict[bytes, list[bytes]] = {}
     visited = 0
     for layer in layers:  # grows while there are ways to go on
-        for path, place, look in layer:
+        for path, place, look, before in layer:
             told: Counter[bytes] = Counter()
             telling = []
             forced = place.compute_ff_bytes()
@@ -43,10 +43,10 @@ def searched_end(matcher: LLMatcher, reached: Callable[[LLMatcher], bool]) -> by
                 told[view] += 1
                 if told[view] <= _ALIKE:
                     telling.append(step)
-                followed[length, look, view] += 1
-                if followed[length, look, view] <= _ALIKE:
+                followed[length, before, look, view] += 1
+                if followed[length, before, look, view] <= _ALIKE:
                     layers += [[] for _ in range(length + 1 - len(layers))]
-                    layers[length].append((path + step, ahead, view))
+                    layers[length].append((path + step, ahead, view, look))
                 visited += 1
                 if visited > MAX_VISITED:
                     return None

@@ -52,7 +52,7 @@ class CompiledGrammar(CompiledConstraint):
         self.exact = not self.unsupported
         lark = _spaced(lark) if vocabulary.drops_first_space else lark
         self._matcher = _matcher(engine_tokenizer(vocabulary), lark)
-        if not any(self._matcher.compute_bitmask()):
+        if _is_dead(self._matcher.deep_copy()):
             raise InputError("no text satisfies this grammar")
         self.closing = _closing_tokens(vocabulary)
         self._lark = lark
@@ -198,16 +198,6 @@ class GrammarState(ConstraintState):
         return ahead.min_tokens_to_accept(limit) is not None
 
 
-def validated(lark: str) -> None:
-    """Check a grammar without a vocabulary.
-
-    Raises:
-        UnsupportedConstraint: it is beyond the engine's limits.
-        InputError: it has an error.
-    """
-    _matcher(_bytes_tokenizer(), lark)
-
-
 @lru_cache(maxsize=4096)
 def is_empty(terminal: str) -> bool:
     """Whether a terminal, in the syntax of a grammar's right side, matches no text.
@@ -215,7 +205,12 @@ def is_empty(terminal: str) -> bool:
     Raises:
         UnsupportedConstraint: it is beyond the engine's limits.
     """
-    return not any(_matcher(_bytes_tokenizer(), f"start: T\nT: {terminal}\n").compute_bitmask())
+    return _is_dead(_matcher(_bytes_tokenizer(), f"start: T\nT: {terminal}\n"))
+
+
+def _is_dead(matcher: LLMatcher) -> bool:
+    """Whether no text goes on from here, which leaves the matcher in error."""
+    return not any(matcher.compute_bitmask()) or matcher.is_error()
 
 
 def _matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:

@@ -190,10 +190,7 @@ class SchemaGrammar(Grammar):
         return symbol
 
     def _shapes(self, formula: Formula, kind: str) -> list[Shape]:
-        return [self._without_unknown(shape) for shape in alternatives(self._folded(formula, kind), kind, self._translator.expand)]
-
-    def _folded(self, formula: Formula, kind: str) -> Formula:
-        return formula
+        return [self._without_unknown(shape) for shape in alternatives(formula, kind, self._translator.expand)]
 
     def _without_unknown(self, shape: Shape) -> Shape:
         unknown = [one for one in shape if isinstance(one, Unknown)]
@@ -202,7 +199,8 @@ class SchemaGrammar(Grammar):
         return shape - frozenset(unknown)
 
     def _give_up(self, error: UnsupportedConstraint) -> None:
-        if not self._relax or not error.keywords:
+        # A reference to nowhere could not be checked afterwards either.
+        if not self._relax or not error.keywords or "$ref" in error.keywords:
             raise error
         self.relaxed += [keyword for keyword in error.keywords if keyword not in self.relaxed]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from itertools import product
+from math import ceil, floor, gcd, lcm
 
 from decodekit.schemas import numbers, patterns
 from decodekit.schemas.formula import (
@@ -151,6 +151,8 @@ def number_terminal(shape: Shape) -> str | None:
         fitting = sorted(value for value in values if all(_fits(one, value) for one in shape))
         terminals = [f"/{value}/" if plain and value.denominator == 1 else numbers.exactly(value) for value in fitting]
         return " | ".join(terminals) or None
+    if _none_between(shape):
+        return None
     parts: list[str] = []
     for one in shape:
         match one:
@@ -167,6 +169,27 @@ def number_terminal(shape: Shape) -> str | None:
     if not parts or all(part.startswith("~") for part in parts) or any(part.startswith("(") for part in parts):
         parts.append(numbers.NUMBER)
     return " & ".join(sorted(parts))
+
+
+def _none_between(shape: Shape) -> bool:
+    """Whether the bounds leave no number, or none of the multiples that are asked for."""
+    low, high = None, None
+    for one in shape:
+        if isinstance(one, Bound) and one.upper:
+            high = min(high or (one.value, one.inclusive), (one.value, one.inclusive))
+        elif isinstance(one, Bound):
+            low = max(low or (one.value, not one.inclusive), (one.value, not one.inclusive))
+    if low is None or high is None:
+        return False
+    steps = [Fraction(1) for one in shape if isinstance(one, Integer) and not one.negated]
+    steps += [one.divisor for one in shape if isinstance(one, Multiple) and not one.negated]
+    (least, open_below), (most, closed_above) = low, high
+    if not steps:
+        return least > most or (least == most and (open_below or not closed_above))
+    step = reduce(lambda one, other: Fraction(lcm(one.numerator, other.numerator), gcd(one.denominator, other.denominator)), steps)
+    first = ceil(least / step) + (open_below and (least / step).denominator == 1)
+    last = floor(most / step) - (not closed_above and (most / step).denominator == 1)
+    return first > last
 
 
 def _fits(assertion: Assertion, value: Fraction) -> bool:
@@ -186,23 +209,6 @@ def _fits(assertion: Assertion, value: Fraction) -> bool:
 
 def _no_reference(ref: Ref) -> Formula:
     raise AssertionError(ref)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Keys that are all treated alike.
-
-    Attributes:
-        terminal: of these keys, with their quotes.
-        name: the one key, or ``None`` for many.
-        value: what every value must fit.
-        wants: of the sought members, those that a member with such a key can be, by their numbers.
-    """
-
-    terminal: str
-    name: str | None
-    value: Formula
-    wants: tuple[int, ...]
 
 
 def names_in(formula: Formula) -> set[str]:
