@@ -6,7 +6,6 @@ items stay references, so that recursion is finite; two formulas are equal when 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -298,7 +297,7 @@ def one_of_values(values: Iterable[Any]) -> Formula:
             types.add({None: "null", True: "true", False: "false"}[value])
         elif isinstance(value, str):
             strings.add(value)
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float | Fraction):
             numbers.add(exact(value))
         elif isinstance(value, list | tuple):
             others.append(
@@ -321,6 +320,6 @@ def one_of_values(values: Iterable[Any]) -> Formula:
     return either(*others)
 
 
-def exact(number: int | float) -> Fraction:
+def exact(number: int | float | Fraction) -> Fraction:
     """The number as it is written, not as a double holds it."""
-    return Fraction(number) if isinstance(number, int) else Fraction(re.sub(r"\.0$", "", repr(number)))
+    return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
