@@ -1,4 +1,4 @@
-"""Schemas with texts that fit and texts that do not: which engine judges all of them right, beside llguidance's own compiler."""
+"""Schemas with texts that fit and texts that do not: who judges all of them right, beside llguidance's own compiler."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ reads = read_rows
 """A line holds ``schema`` (or ``x``) and ``tests``: a list of ``data`` and whether it is ``valid``."""
 
 Judge = Callable[[str], bool]
-_WRITTEN = ({}, {"ensure_ascii": False}, {"separators": (",", ":")})
+_WRITTEN: tuple[dict[str, Any], ...] = ({}, {"ensure_ascii": False}, {"separators": (",", ":")})
 
 
-def run(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], status: Callable[[str], None]) -> list[dict[str, Any]]:
+def run(
+    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], status: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """A row an engine: how many schemas it judges right, refuses, or compiles but judges wrong (silent), and its times.
 
     Every text is written in three ways: as ``json.dumps`` does, without ASCII escapes, and without spaces.
@@ -90,8 +92,8 @@ def _spread(name: str, seconds: list[float], unit: float) -> dict[str, float]:
 def _ours(vocabulary: Vocabulary, unsupported: Any, schema: Any, masking: list[float]) -> Judge:
     constraint = JsonSchema(schema=schema, unsupported=unsupported)
     compiled = constraint.compile(vocabulary)
-    return lambda text: _walks(compiled, vocabulary, text, masking) and (
-        compiled.exact or constraint.fault(text) is None
+    return lambda text: (
+        _walks(compiled, vocabulary, text, masking) and (compiled.exact or constraint.fault(text) is None)
     )
 
 

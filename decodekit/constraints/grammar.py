@@ -38,7 +38,9 @@ class Grammar(Constraint):
     def _one_source(self) -> Self:
         given = [name for name in ("name", "lark", "gbnf", "file") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"a grammar has one source: give name, lark, gbnf or file (got {', '.join(given) or 'none'})")
+            raise ValueError(
+                f"a grammar has one source: give name, lark, gbnf or file (got {', '.join(given) or 'none'})"
+            )
         if self.name is not None and self.name not in shipped():
             raise ValueError(f"no grammar is named {self.name!r}: {nearest(self.name, shipped())}")
         return self

@@ -18,7 +18,7 @@ from decodekit.core.protocols import Constraint
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.llg.engine import CompiledGrammar, is_empty
 from decodekit.schemas.compiler import SchemaGrammar, Whitespace
-from decodekit.schemas.translate import DRAFTS, draft_of
+from decodekit.schemas.translate import draft_of
 
 MAX_CHARACTERS = 4 * 2**20
 MAX_PARTS = 200_000
@@ -34,12 +34,12 @@ _VALIDATORS = {
 
 
 class JsonSchema(Constraint):
-    """JSON that fits a schema: drafts 4, 6, 7, 2019-09 and 2020-12, members in any order, ``1.0`` for an integer.
+    r"""JSON that fits a schema: drafts 4, 6, 7, 2019-09 and 2020-12, members in any order, ``1.0`` for an integer.
 
     The schema becomes a context-free grammar over the text (a bit of a rule's parameter for each name), which llguidance turns
-    into masks. The text is RFC 8259 with names that come once, characters escaped or not (printable ASCII other than ``"``, ``\\``
-    and ``/`` is not), and numbers as decimals or with one digit before the point and an exponent. Cost: milliseconds once, and
-    10-300 us a token.
+    into masks. The text is RFC 8259 with names that come once, characters escaped or not (printable ASCII other than ``"``,
+    ``\`` and ``/`` is not), and numbers as decimals or with one digit before the point and an exponent. Cost: milliseconds
+    once, and 10-300 us a token.
     """
 
     cost: ClassVar[str] = "one mask a token"
@@ -55,7 +55,8 @@ class JsonSchema(Constraint):
         None, description="whether format binds; by default only before draft 2019-09, beside type: string"
     )
     whitespace: Whitespace = Field(
-        "spaces", description="compact: none; spaces: one may follow a comma or colon; indented: line breaks and indents too"
+        "spaces",
+        description="compact: none; spaces: one may follow a comma or colon; indented: line breaks and indents too",
     )
     unsupported: Literal["error", "validate"] = Field(
         "error", description="what cannot be enforced is refused by name, or checked on the finished text"
@@ -79,7 +80,9 @@ class JsonSchema(Constraint):
             return self.schema_
         try:
             if (size := self.schema_.stat().st_size) > MAX_CHARACTERS:
-                raise InputError(f"the schema {str(self.schema_)!r} has {size} bytes; at most {MAX_CHARACTERS} are read")
+                raise InputError(
+                    f"the schema {str(self.schema_)!r} has {size} bytes; at most {MAX_CHARACTERS} are read"
+                )
             document = json.loads(self.schema_.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, InputError):
@@ -108,7 +111,9 @@ class JsonSchema(Constraint):
             # Not its formats: patterns are ECMAScript's, which Python's re does not know.
             _VALIDATORS[draft].check_schema(document, format_checker=jsonschema.FormatChecker(()))
         except jsonschema.SchemaError as error:
-            raise InputError(f"this is no JSON Schema of draft {draft}: {error.json_path}: {error.message[:200]}") from error
+            raise InputError(
+                f"this is no JSON Schema of draft {draft}: {error.json_path}: {error.message[:200]}"
+            ) from error
         try:
             grammar = SchemaGrammar(
                 document,
@@ -138,10 +143,10 @@ class JsonSchema(Constraint):
         validator = _VALIDATORS[self.draft_used]
         checker = validator.FORMAT_CHECKER if self.format == "assert" else None
         try:
-            error = next(validator(self.document, format_checker=checker).iter_errors(value), None)
+            fault = next(validator(self.document, format_checker=checker).iter_errors(value), None)
         except re.error as wrong:
             return f"cannot be checked: a pattern is none of Python's: {wrong}"
-        return None if error is None else f"{error.json_path}: {error.message}"
+        return None if fault is None else f"{fault.json_path}: {fault.message}"
 
 
 def _check_size(schema: Any) -> None:

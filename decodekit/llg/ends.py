@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from llguidance import LLMatcher
 
@@ -113,14 +114,13 @@ def json_end(matcher: LLMatcher, text: bytes, names: tuple[str, ...]) -> bytes |
             steps = [b"]", b'""', *_VALUES]
         else:
             steps = [b"}", b"]", b","]
-        found = next(((step, ahead) for step in steps if (ahead := _after(matcher, step)) is not None), None)
-        if found is None:
-            closes = b'"' if scan.inside else b",}]"
-            path = searched_end(matcher, lambda place, closes=closes: place.is_accepting() or _goes_out(place, closes))
-            found = (path, _after(matcher, path)) if path else None
-        if found is None or found[1] is None or len(end) > MAX_BYTES:
+        step = next((step for step in steps if _after(matcher, step) is not None), None)
+        if step is None:
+            step = searched_end(matcher, partial(_goes_out, b'"' if scan.inside else b",}]"))
+        ahead = _after(matcher, step) if step else None
+        if step is None or ahead is None or len(end) > MAX_BYTES:
             return None
-        step, matcher = found
+        matcher = ahead
         if step in b"}]":
             written.pop(len(scan.open), None)
         elif scan.at_name:
@@ -131,8 +131,10 @@ def json_end(matcher: LLMatcher, text: bytes, names: tuple[str, ...]) -> bytes |
     return end
 
 
-def _goes_out(matcher: LLMatcher, closes: bytes) -> bool:
-    """Whether one of these signs is legal and does not stand in a string."""
+def _goes_out(closes: bytes, matcher: LLMatcher) -> bool:
+    """Whether the text may end, or one of these signs is legal and does not stand in a string."""
+    if matcher.is_accepting():
+        return True
     for sign in closes:
         ahead = _after(matcher, bytes([sign]))
         if ahead is not None and (ahead.is_accepting() or not _after(ahead, b"A")):

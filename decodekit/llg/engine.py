@@ -136,7 +136,9 @@ class GrammarState(ConstraintState):
     def forced_tokens(self) -> list[int]:  # noqa: D102
         if self._ended or self._matcher.is_stopped():
             return []
-        return list(self._matcher.compute_ff_tokens())
+        forced = self._over_bytes()[0].compute_ff_bytes()
+        tokens, _ = engine_tokenizer(self._compiled.vocabulary).tokenize_partial(forced)
+        return list(tokens)
 
     def is_accepting(self) -> bool:  # noqa: D102
         return bool(self._ended) or self._matcher.is_accepting()
@@ -156,14 +158,17 @@ class GrammarState(ConstraintState):
         """
         if self.is_accepting():
             return b""
-        tokens = self._compiled.vocabulary.tokens
-        text = b"".join(tokens[token] or b"" for token in self._taken)
-        matcher = self._compiled.over_bytes(text)
+        matcher, text = self._over_bytes()
         if self._compiled.names is not None:
             end = json_end(matcher, text, self._compiled.names)
             if end is not None:
                 return end
         return searched_end(matcher, LLMatcher.is_accepting)
+
+    def _over_bytes(self) -> tuple[LLMatcher, bytes]:
+        tokens = self._compiled.vocabulary.tokens
+        text = b"".join(tokens[token] or b"" for token in self._taken)
+        return self._compiled.over_bytes(text), text
 
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
         """As the protocol says, near the limit: of the legal tokens, those for which an end is found in time.
@@ -216,7 +221,10 @@ def _is_dead(matcher: LLMatcher) -> bool:
 def _matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     if len(lark) > MAX_GRAMMAR:
         raise UnsupportedConstraint(f"a grammar of {len(lark)} characters is more than {MAX_GRAMMAR}", ["grammar"])
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS)
+    # With forcing, of the tokens that spell forced bytes only the one that the tokenizer would cut is legal.
+    options = "" if tokenizer is _bytes_tokenizer() else '%llguidance {"no_forcing": true}\n'
+    grammar = LLMatcher.grammar_from_lark(options + lark)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         reason = _reason(matcher.get_error())
         if re.search(r"too (large|big|complex|many)|limit|fuel|exceed", reason):
@@ -256,7 +264,7 @@ class _Bytes:
     eos_token_id = 256
     bos_token_id = None
     special_token_ids = (256,)
-    tokens = tuple(bytes([byte]) for byte in range(256)) + (b"<|end|>",)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<|end|>")
 
     def __call__(self, text: Any) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())

@@ -1,8 +1,8 @@
 """GBNF, the grammars of llama.cpp, as Lark for llguidance, with the same language.
 
-llguidance cuts its text into terminals greedily, GBNF has no terminals: a terminal is made of a regular part only where greed can do
-no harm, that is, where no match of it, followed by a character that may follow it, is the beginning of a longer match of any
-terminal. Everything else is read character by character, which is slower.
+llguidance cuts its text into terminals greedily, GBNF has no terminals: a terminal is made of a regular part only where greed
+can do no harm, that is, where no match of it, followed by a character that may follow it, is the beginning of a longer match
+of any terminal. Everything else is read character by character, which is slower.
 
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
@@ -190,7 +190,7 @@ def _others(ranges: list[tuple[int, int]]) -> Ranges:
         if start < low:
             result.append((start, low - 1))
         start = max(start, high + 1)
-    return tuple([*result, (start, sys.maxunicode)])
+    return (*result, (start, sys.maxunicode))
 
 
 def to_lark(text: str) -> str:
@@ -500,9 +500,9 @@ def _extends(one: _Machine, other: _Machine, following: list[tuple[int, int]]) -
     while pending:
         left, right = pending.pop()
         ahead = other.edges(right)
-        if one.final in left and (left, right) != (one.start, other.start):
-            if any(low <= last and first <= high for low, high in ahead for first, last in following):
-                return True
+        matched = one.final in left and (left, right) != (one.start, other.start)
+        if matched and any(low <= last and first <= high for low, high in ahead for first, last in following):
+            return True
         for point in {low for low, _ in [*one.edges(left), *ahead]}:
             pair = (one.step(left, point), other.step(right, point))
             if pair[0] and pair[1] and pair not in seen:
@@ -551,7 +551,8 @@ def _regex(node: Node) -> str:
     match node:
         case Chars(ranges):
             body = "".join(
-                f"\\x{{{low:x}}}" if low == high else f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in _scalars(ranges)
+                f"\\x{{{low:x}}}" if low == high else f"\\x{{{low:x}}}-\\x{{{high:x}}}"
+                for low, high in _scalars(ranges)
             )
             return f"[{body}]"
         case Sequence(parts):

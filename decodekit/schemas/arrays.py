@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
+from decodekit.core.errors import UnsupportedConstraint
 from decodekit.schemas.formula import (
     Distinct,
     EveryItem,
@@ -20,7 +21,6 @@ from decodekit.schemas.formula import (
 )
 from decodekit.schemas.objects import WIDTH, Grammar
 from decodekit.schemas.shapes import Shape
-from decodekit.core.errors import UnsupportedConstraint
 
 MAX_STATES = 512
 State = tuple[int, ...]
@@ -51,9 +51,7 @@ class ArrayShape:
 
     def item(self, index: int) -> Formula:
         """What the item at an index must fit."""
-        return both(
-            *(one.value for one in self.every if one.start <= index and (one.stop is None or index < one.stop))
-        )
+        return both(*(one.value for one in self.every if one.start <= index and (one.stop is None or index < one.stop)))
 
     def values(self) -> list[Formula]:
         """Every formula that an item may have to fit."""
@@ -102,8 +100,9 @@ class ArrayShape:
         if high is None or high > 0:
             if reach == 0:
                 most = "" if high is None else high - 1
-                span = f"{{{max(self.low - 1, 0)},{most}}}" if most != 0 else None
-                rest = f"({grammar.comma} {grammar.value(self.item(0))}){span if span != '{0,}' else '*'}" if span else ""
+                span = f"{{{max(self.low - 1, 0)},{most}}}"
+                more = f"({grammar.comma} {grammar.value(self.item(0))}){span if span != '{0,}' else '*'}"
+                rest = "" if most == 0 else more
             options.append(f"{grammar.open_array} {grammar.value(self.item(0))} {rest} {grammar.close_array}")
         grammar.add(key, options)
         return key
@@ -142,12 +141,10 @@ class ArrayShape:
                         fits = False
                     elif taken:
                         parts.append(one.value)
-                        top = one.low if one.high is None else one.high + 1
-                        count = min(count + 1, top)
-                        fits &= one.high is None or count <= one.high
+                        fits &= one.high is None or count < one.high
                     elif one.high is not None and index >= one.start:
                         parts.append(negate(one.value))
-                    after.append(count)
+                    after.append(min(count + taken, one.low if one.high is None else one.high))
                 if fits:
                     target = (min(index + 1, self._last_index), *after)
                     moves[state].append((both(*parts), target))
@@ -193,7 +190,8 @@ class ArrayShape:
         most = min(len(values), len(values) if self.high is None else self.high)
         more = f"bit_count_lt({bits}, {most})"
         items = [
-            f"{grammar.value(value)} {key}r::set_bit({place}) %if bit_clear({place})" for place, value in enumerate(values)
+            f"{grammar.value(value)} {key}r::set_bit({place}) %if bit_clear({place})"
+            for place, value in enumerate(values)
         ]
         end = f'"" %if bit_count_ge({bits}, {self.low})'
         grammar.add(f"{key}m::_", items)
@@ -231,7 +229,8 @@ def array_shape(
         values = finite(result.item(0))
         if values is None or len(values) > WIDTH or like or result.prefix:
             raise UnsupportedConstraint(
-                "the keyword 'uniqueItems' can be enforced only for items of one kind with few scalar values", ["uniqueItems"]
+                "the keyword 'uniqueItems' can be enforced only for items of one kind with few scalar values",
+                ["uniqueItems"],
             )
         result.distinct = [one_of_values([value]) for value in values]
     return result

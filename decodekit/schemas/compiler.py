@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from decodekit.schemas import numbers, patterns
+from decodekit.core.errors import InputError, UnsupportedConstraint
 from decodekit.schemas.arrays import ArrayShape, array_shape
 from decodekit.schemas.formula import (
-    NumberIn,
-    OfType,
-    And,
     Formula,
-    Or,
-    Ref,
-    SomeMember,
-    EVERYTHING,
+    NumberIn,
     StringIn,
     Unknown,
     both,
 )
-from decodekit.schemas.objects import Grammar, ObjectShape, object_shapes, presence_clause
+from decodekit.schemas.objects import Grammar, ObjectShape, object_shapes
 from decodekit.schemas.shapes import (
     Shape,
     alternatives,
@@ -31,7 +25,6 @@ from decodekit.schemas.shapes import (
     string_terminal,
 )
 from decodekit.schemas.translate import Translator, draft_of
-from decodekit.core.errors import InputError, UnsupportedConstraint
 
 Whitespace = Literal["compact", "spaces", "indented"]
 _SPACING = {
@@ -53,6 +46,11 @@ class Symbol:
     bodies: list[str]
     objects: list[ObjectShape]
     arrays: list[ArrayShape]
+
+    @property
+    def shapes(self) -> list[ObjectShape | ArrayShape]:
+        """Objects and arrays."""
+        return [*self.objects, *self.arrays]
 
 
 class SchemaGrammar(Grammar):
@@ -113,7 +111,7 @@ class SchemaGrammar(Grammar):
         self._settle()
         if not self.productive(root):
             raise InputError("no value fits this schema: its parts contradict each other")
-        reached = [root]
+        reached: list[Formula] = [root]
         for formula in reached:  # grows while the rules name further formulas
             symbol = self._symbols[formula]
             self._wanted: list[Formula] = []
@@ -159,7 +157,7 @@ class SchemaGrammar(Grammar):
             if len(self._symbols) > MAX_RULES:
                 raise UnsupportedConstraint(f"the schema takes more than {MAX_RULES} rules", ["$ref"])
             symbol = self._symbols[one] = self._symbol(one)
-            for shape in [*symbol.objects, *symbol.arrays]:
+            for shape in symbol.shapes:
                 stack += shape.values()
 
     def _settle(self) -> None:
@@ -173,7 +171,7 @@ class SchemaGrammar(Grammar):
             pending = [one for one in pending if one not in self._productive]
 
     def _has_value(self, symbol: Symbol) -> bool:
-        return bool(symbol.bodies) or any(shape.possible(self.productive) for shape in [*symbol.objects, *symbol.arrays])
+        return bool(symbol.bodies) or any(shape.possible(self.productive) for shape in symbol.shapes)
 
     def _symbol(self, formula: Formula) -> Symbol:
         symbol = Symbol(self.fresh("v"), [], [], [])
@@ -239,7 +237,9 @@ class SchemaGrammar(Grammar):
             if not listed:
                 return None
             values += sorted(
-                value for value in frozenset.intersection(*listed) if number_terminal(shape | {NumberIn(frozenset({value}))})
+                value
+                for value in frozenset.intersection(*listed)
+                if number_terminal(shape | {NumberIn(frozenset({value}))})
             )
         for shape in self._shapes(formula, "string"):
             texts = [one.values for one in shape if isinstance(one, StringIn) and not one.negated]

@@ -12,9 +12,7 @@ _IPV6 = "|".join(
     [
         f"(?:{_GROUP}:){{6}}{_LAST}",
         f"::(?:{_GROUP}:){{5}}{_LAST}",
-        *(
-            rf"(?:(?:{_GROUP}:){{0,{before}}}{_GROUP})?::(?:{_GROUP}:){{{4 - before}}}{_LAST}" for before in range(5)
-        ),
+        *(rf"(?:(?:{_GROUP}:){{0,{before}}}{_GROUP})?::(?:{_GROUP}:){{{4 - before}}}{_LAST}" for before in range(5)),
         rf"(?:(?:{_GROUP}:){{0,5}}{_GROUP})?::{_GROUP}",
         rf"(?:(?:{_GROUP}:){{0,6}}{_GROUP})?::",
     ]

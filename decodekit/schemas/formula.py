@@ -246,12 +246,12 @@ def negate(formula: Formula) -> Formula:
             return Ref(schema, not negated)
         case OfType(types):
             return OfType(frozenset(TYPES) - types)
-        case Unknown(type=None):
-            return formula
+    if formula.type is None:
+        return formula
     return both(OfType(frozenset({formula.type})), _dual(formula))
 
 
-def _dual(assertion: Assertion) -> Formula:
+def _dual(assertion: Assertion) -> Formula:  # noqa: PLR0912 - one case an assertion
     match assertion:
         case Integer(plain, negated):
             return Integer(plain, not negated)

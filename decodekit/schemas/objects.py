@@ -1,7 +1,7 @@
 """Objects as rules: members in any order, each name at most once.
 
-A rule's parameter holds a bit for each name, for each sought member, and a counter: what has been written so far. The closing brace
-is legal when all that is required is there; a comma only when another member is possible.
+A rule's parameter holds a bit for each name, for each sought member, and a counter: what has been written so far. The closing
+brace is legal when all that is required is there; a comma only when another member is possible.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations, product
+from math import prod
 
+from decodekit.core.errors import UnsupportedConstraint
 from decodekit.schemas import patterns
 from decodekit.schemas.formula import (
     EVERYTHING,
@@ -25,7 +27,6 @@ from decodekit.schemas.formula import (
     both,
 )
 from decodekit.schemas.shapes import Shape, holds, names_in, regions, unfolded
-from decodekit.core.errors import UnsupportedConstraint
 
 WIDTH = 64
 """Bits of a rule's parameter."""
@@ -99,7 +100,7 @@ class ObjectShape:
                 return False
         return all(any(not there or name in named for name, there in clause) for clause in self.clauses)
 
-    def rules(self, grammar: Grammar) -> str:
+    def rules(self, grammar: Grammar) -> str:  # noqa: PLR0915 - one rule after the other, each used by the next
         """The rule for such an object; helper rules go into the grammar."""
         named = {name: value for name, value in self.named.items() if grammar.productive(value)}
         free = [cell for cell in self.free if grammar.productive(cell.value)]
@@ -118,7 +119,8 @@ class ObjectShape:
         room = WIDTH - len(self.sought) - width
         if len(bits) > room:
             raise UnsupportedConstraint(
-                f"an object has {len(bits)} names to keep track of, more than {room}", ["required" if not counted else "minProperties"]
+                f"an object has {len(bits)} names to keep track of, more than {room}",
+                ["required" if not counted else "minProperties"],
             )
         # A name beyond the parameter's width may come again: what is read is the last, and each of them fits.
         bits += [name for name in others if name not in bits][: room - len(bits)]
@@ -135,7 +137,9 @@ class ObjectShape:
 
         def member(terminal: str, value: Formula, then: str, *conditions: str) -> str:
             condition = _all(*conditions)
-            return f"{terminal} {grammar.colon} {grammar.value(value)} {then}" + (f" %if {condition}" if condition else "")
+            return f"{terminal} {grammar.colon} {grammar.value(value)} {then}" + (
+                f" %if {condition}" if condition else ""
+            )
 
         members = []
         for name, number in place.items():
@@ -198,10 +202,10 @@ class ObjectShape:
         if not cells:
             grammar.add(key, [empty])
             return key
-        grammar.add(f"{key}m", [f"{grammar.terminal(one)} {grammar.colon} {grammar.value(value)}" for one, value in cells])
         grammar.add(
-            key, [empty, f"{grammar.open_object} {key}m ({grammar.comma} {key}m)* {grammar.close_object}"]
+            f"{key}m", [f"{grammar.terminal(one)} {grammar.colon} {grammar.value(value)}" for one, value in cells]
         )
+        grammar.add(key, [empty, f"{grammar.open_object} {key}m ({grammar.comma} {key}m)* {grammar.close_object}"])
         return key
 
 
@@ -266,7 +270,7 @@ def presence_clause(formula: Formula) -> tuple[tuple[str, bool], ...] | None:
     return tuple(sorted(found)) if any(there for _, there in found) else None
 
 
-def object_shapes(
+def object_shapes(  # noqa: PLR0912 - one step after the other
     shape: Shape, clauses: list[tuple[tuple[str, bool], ...]], expand: Callable[[Ref], Formula]
 ) -> list[ObjectShape]:
     """What the assertions of one alternative say together; several where a sought member may have one of several names.
@@ -288,7 +292,9 @@ def object_shapes(
                 high = most if high is None else high if most is None else min(high, most)
             case Unknown(keyword, why):
                 raise UnsupportedConstraint(f"the keyword {keyword!r} {why}", [keyword])
-    names = sorted(set().union(*(names_in(keys) for keys, _ in every + some), *({name for name, _ in one} for one in clauses)))
+    names = sorted(
+        set().union(*(names_in(keys) for keys, _ in every + some), *({name for name, _ in one} for one in clauses))
+    )
     named = {name: both(*(value for keys, value in every if holds(keys, name, expand))) for name in names}
     cells = []
     for terminal, fits in regions([keys for keys, _ in every + some], set(names)):
@@ -296,15 +302,12 @@ def object_shapes(
         cells.append((terminal, value, fits[len(every) :]))
     choices: list[list[str | None]] = []
     for number, (keys, _) in enumerate(some):
-        candidates: list[str | None] = [name for name in names if holds(keys, name, expand)]
+        candidates = [name for name in names if holds(keys, name, expand)]
         choices.append([*candidates, *([None] if any(fits[number] for _, _, fits in cells) else [])])
     if high is not None and clauses:
         raise UnsupportedConstraint("maxProperties cannot be combined with dependent members", ["maxProperties"])
     results = []
-    count = 1
-    for one in choices:
-        count *= len(one)
-    if count > 64:
+    if prod(map(len, choices)) > 64:
         raise UnsupportedConstraint("too many ways to find the members that are sought", ["not"])
     for chosen in product(*choices):
         values, required = dict(named), set()
@@ -324,7 +327,5 @@ def object_shapes(
             for terminal, value, fits in cells
             if value != NOTHING
         ]
-        results.append(
-            ObjectShape(values, required, free, [some[number][1] for number in sought], clauses, low, high)
-        )
+        results.append(ObjectShape(values, required, free, [some[number][1] for number in sought], clauses, low, high))
     return results

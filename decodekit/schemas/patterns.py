@@ -1,7 +1,7 @@
-"""ECMAScript patterns over the characters of a JSON string, as terminals over the text that writes them.
+r"""ECMAScript patterns over the characters of a JSON string, as terminals over the text that writes them.
 
-A character may be written raw or, unless it is printable ASCII other than ``"``, ``\\`` and ``/``, as an escape; a terminal holds
-every way to write each of its strings, so that intersection and complement of terminals are those of the strings.
+A character may be written raw or, unless it is printable ASCII other than ``"``, ``\`` and ``/``, as an escape; a terminal
+holds every way to write each of its strings, so that intersection and complement of terminals are those of the strings.
 
 Grammar of patterns: ECMA-262, section 22.2.1. Back references, look-behind and word boundaries are refused.
 """
@@ -101,8 +101,18 @@ _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _SPACE: Ranges = merged(
-    [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
-    + [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+    [
+        (0x09, 0x0D),
+        (0x20, 0x20),
+        (0xA0, 0xA0),
+        (0x1680, 0x1680),
+        (0x2000, 0x200A),
+        (0x2028, 0x2029),
+        (0x202F, 0x202F),
+        (0x205F, 0x205F),
+        (0x3000, 0x3000),
+        (0xFEFF, 0xFEFF),
+    ]
 )
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
@@ -453,9 +463,9 @@ def _ahead(node: Node, rest: str, start: bool, pattern: str) -> str:
         case Sequence(parts):
             starts = [start]
             for part in parts:
-                if starts[-1] and not isinstance(part, Edge | Look) and _nullable(part):
-                    if any(_has_start(later) for later in parts[len(starts) :]):
-                        raise UnsupportedConstraint(f"the pattern {pattern!r} may have ^ after its start", ["pattern"])
+                skipped = starts[-1] and not isinstance(part, Edge | Look) and _nullable(part)
+                if skipped and any(map(_has_start, parts[len(starts) :])):
+                    raise UnsupportedConstraint(f"the pattern {pattern!r} may have ^ after its start", ["pattern"])
                 starts.append(starts[-1] and isinstance(part, Edge | Look))
             for part, begins in reversed(list(zip(parts, starts, strict=False))):
                 rest = _ahead(part, rest, begins, pattern)

@@ -8,6 +8,7 @@ from functools import reduce
 from itertools import product
 from math import ceil, floor, gcd, lcm
 
+from decodekit.core.errors import UnsupportedConstraint
 from decodekit.schemas import numbers, patterns
 from decodekit.schemas.formula import (
     And,
@@ -28,7 +29,6 @@ from decodekit.schemas.formula import (
     either,
     outside,
 )
-from decodekit.core.errors import UnsupportedConstraint
 
 MAX_ALTERNATIVES = 256
 Shape = frozenset[Assertion]
@@ -186,7 +186,9 @@ def _none_between(shape: Shape) -> bool:
     (least, open_below), (most, closed_above) = low, high
     if not steps:
         return least > most or (least == most and (open_below or not closed_above))
-    step = reduce(lambda one, other: Fraction(lcm(one.numerator, other.numerator), gcd(one.denominator, other.denominator)), steps)
+    step = reduce(
+        lambda one, other: Fraction(lcm(one.numerator, other.numerator), gcd(one.denominator, other.denominator)), steps
+    )
     first = ceil(least / step) + (open_below and (least / step).denominator == 1)
     last = floor(most / step) - (not closed_above and (most / step).denominator == 1)
     return first > last
@@ -261,7 +263,10 @@ def _tests(formula: Formula) -> set[Assertion]:
 
 def _opposite(test: Assertion) -> Assertion:
     # Lengths come one-sided, from minLength or maxLength, so that there is one span outside.
-    return Length(*outside(test.low, test.high)[0]) if isinstance(test, Length) else Pattern(test.pattern, True)
+    if isinstance(test, Length):
+        return Length(*outside(test.low, test.high)[0])
+    assert isinstance(test, Pattern)
+    return Pattern(test.pattern, True)
 
 
 def _judged(formula: Formula, truth: dict[Assertion, bool]) -> bool:

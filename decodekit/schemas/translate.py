@@ -1,12 +1,12 @@
 """A JSON Schema document as formulas: drafts, references and keywords.
 
-Specifications: JSON Schema drafts 4, 6, 7, 2019-09 and 2020-12 (core and validation). Keywords without a meaning in the draft are
-annotations; one whose meaning cannot be put into a formula becomes ``Unknown``.
+Specifications: JSON Schema drafts 4, 6, 7, 2019-09 and 2020-12 (core and validation). Keywords without a meaning in the draft
+are annotations; one whose meaning cannot be put into a formula becomes ``Unknown``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import referencing
@@ -14,12 +14,11 @@ import referencing.exceptions
 from jsonschema_specifications import REGISTRY
 from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202012
 
+from decodekit.core.errors import InputError, UnsupportedConstraint
 from decodekit.schemas import formats
 from decodekit.schemas.formula import (
     EVERYTHING,
     NOTHING,
-    TYPES,
-    And,
     Bound,
     Distinct,
     EveryItem,
@@ -32,7 +31,6 @@ from decodekit.schemas.formula import (
     Members,
     Multiple,
     OfType,
-    Or,
     Pattern,
     Ref,
     SomeMember,
@@ -45,7 +43,6 @@ from decodekit.schemas.formula import (
     one_of_values,
 )
 from decodekit.schemas.patterns import parse
-from decodekit.core.errors import InputError, UnsupportedConstraint
 
 DRAFTS = {"4": DRAFT4, "6": DRAFT6, "7": DRAFT7, "2019-09": DRAFT201909, "2020-12": DRAFT202012}
 _URIS = {
@@ -56,7 +53,14 @@ _URIS = {
     "json-schema.org/draft/2020-12/schema": "2020-12",
     "json-schema.org/schema": "2020-12",
 }
-_NEW = {"$defs", "prefixItems", "unevaluatedItems", "unevaluatedProperties", "dependentSchemas", "dependentRequired"} | {
+_NEW = {
+    "$defs",
+    "prefixItems",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "dependentSchemas",
+    "dependentRequired",
+} | {
     "minContains",
     "maxContains",
     "$anchor",
@@ -172,7 +176,9 @@ class Translator:
         if isinstance(schema, bool):
             return EVERYTHING if schema else NOTHING
         if not isinstance(schema, Mapping):
-            raise InputError(f"a schema is a mapping or a truth value, got {type(schema).__name__} {str(schema)[:40]!r}")
+            raise InputError(
+                f"a schema is a mapping or a truth value, got {type(schema).__name__} {str(schema)[:40]!r}"
+            )
         if "$ref" in schema and not self._modern:
             return self._reference(schema, resolver)
         parts: list[Formula] = []
@@ -215,7 +221,11 @@ class Translator:
             else:
                 raise InputError(f"type {name!r} is none of integer, {', '.join(_NAMES)}")
         plain = frozenset(kind for part in parts if isinstance(part, OfType) for kind in part.types)
-        return either(OfType(plain), *(part for part in parts if not isinstance(part, OfType))) if plain else either(*parts)
+        return (
+            either(OfType(plain), *(part for part in parts if not isinstance(part, OfType)))
+            if plain
+            else either(*parts)
+        )
 
     def _on_enum(self, value: Any, schema: Any, resolver: Any) -> Formula:
         return one_of_values(value)
@@ -285,7 +295,9 @@ class Translator:
         types = schema.get("type", ())
         asserted = self._assert_format
         if asserted is None:
-            asserted = not (self._modern and self._declared) and "string" in ([types] if isinstance(types, str) else types)
+            asserted = not (self._modern and self._declared) and "string" in (
+                [types] if isinstance(types, str) else types
+            )
         if not asserted or value not in formats.KNOWN:
             return EVERYTHING
         if value not in formats.PATTERNS:
@@ -399,6 +411,8 @@ def _key(name: str) -> Formula:
     return StringIn(frozenset({name}))
 
 
-_KEYWORDS = {
-    name.removeprefix("_on_") for name in vars(Translator) if name.startswith("_on_")
-} | {"$ref", "$dynamicRef", "$recursiveRef"}
+_KEYWORDS = {name.removeprefix("_on_") for name in vars(Translator) if name.startswith("_on_")} | {
+    "$ref",
+    "$dynamicRef",
+    "$recursiveRef",
+}

