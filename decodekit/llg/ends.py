@@ -153,12 +153,10 @@ def _legal(matcher: LLMatcher, signs: bytes) -> bool:
 
 
 def _steps(mask: bytes) -> list[bytes]:
-    """Of the bytes that may come next those worth trying: all signs, and of many letters a few."""
+    """Of the bytes that may come next those worth trying, ASCII where there is any."""
     legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
     signs = [byte for byte in legal if byte < 0x80 and not chr(byte).isalpha()]
     letters = [byte for byte in legal if byte < 0x80 and chr(byte).isalpha()]
-    if len(letters) > _FEW:
-        letters = letters[:1] + letters[-2:]
     # What closes comes first: of places that look alike, the first are followed.
     ordered = [byte for byte in signs if byte in CLOSING]
     ordered += letters + [byte for byte in signs if byte not in CLOSING]

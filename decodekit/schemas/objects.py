@@ -89,7 +89,7 @@ class ObjectShape:
         """Whether there is such an object, given which formulas have values."""
         named = {name for name, value in self.named.items() if productive(value)}
         free = any(productive(cell.value) for cell in self.free)
-        if not self.required <= named or (self.high is not None and len(self.required) > self.high):
+        if not self.required <= named or (self.high is not None and self.high < max(self.low, len(self.required))):
             return False
         if not free and len(named) < self.low:
             return False
