@@ -93,7 +93,7 @@ def _ours(vocabulary: Vocabulary, unsupported: Any, schema: Any, masking: list[f
     constraint = JsonSchema(schema=schema, unsupported=unsupported)
     compiled = constraint.compile(vocabulary)
     return lambda text: (
-        _walks(compiled, vocabulary, text, masking) and (compiled.exact or constraint.fault(text) is None)
+        _walks(compiled, vocabulary, text, masking) and (compiled.exact or constraint.violation(text) is None)
     )
 
 

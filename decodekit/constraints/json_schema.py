@@ -134,7 +134,7 @@ class JsonSchema(Constraint):
         declared = isinstance(self.document, Mapping) and "$schema" in self.document
         return draft_of(self.document) if declared or self.draft is None else self.draft
 
-    def fault(self, text: str) -> str | None:
+    def violation(self, text: str) -> str | None:
         """What is wrong with a finished text, as jsonschema says it; ``None`` if it fits the schema."""
         try:
             value = json.loads(text)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 from decodekit.core.protocols import SearchStrategy, SequenceStrategy, TokenStrategy
 from decodekit.core.random import Stream
@@ -55,13 +55,18 @@ def cost_of(recipe: Recipe) -> Cost:
     return Cost(tuple((count, name) for count, name in factors if count > 1), unknown)
 
 
+class _AnyInput(dict[str, Any]):
+    """Has a text for everything that may be asked for."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, "A text")
+
+
 def _example() -> Request:
-    """A prompt that brings a text for everything that may be asked for."""
-    text = "A question"
+    """A prompt that brings every input."""
 
     def encode(text: str) -> list[int]:
         return [ord(character) for character in text]
 
-    return Request(
-        0, tuple(encode(text)), Stream(0, 0, 0), inputs=defaultdict(lambda: "A text", text=text), encode=encode
-    )
+    text = "A question"
+    return Request(0, tuple(encode(text)), Stream(0, 0, 0), inputs=_AnyInput(text=text), encode=encode)

@@ -142,9 +142,9 @@ def test_what_cannot_be_enforced_is_refused_by_name_or_validated() -> None:
     assert accepts(relaxed, VOCABULARY, "[1,1]")
     assert not accepts(relaxed, VOCABULARY, '["a"]')
     constraint = JsonSchema(schema=schema, unsupported="validate")
-    assert constraint.fault("[1, 2]") is None
-    assert "non-unique" in constraint.fault("[1, 1]")
-    assert constraint.fault("[1").startswith("no JSON")
+    assert constraint.violation("[1, 2]") is None
+    assert "non-unique" in constraint.violation("[1, 1]")
+    assert constraint.violation("[1").startswith("no JSON")
 
 
 @pytest.mark.parametrize(

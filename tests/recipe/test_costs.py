@@ -68,7 +68,7 @@ def test_says_where_the_branches_depend_on_the_prompt() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_run_forwards_as_many(model: Any, tokenizer: Any, n: int) -> None:
     recipe = nested(n, Doubled())
-    prompts = [{"prompt": text, "other": "x"} for text in ("Who won?", "a")]
+    prompts = [{"prompt": text, "other": "x"} for text in ("Who won?", "ab")]
     for output, prompt in zip(Decoder(recipe).run(model, tokenizer, prompts), prompts, strict=True):
         length = len(tokenizer(prompt["prompt"]).input_ids)
         # The last token of a row is never forwarded, the prompt once a branch.
