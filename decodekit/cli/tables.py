@@ -38,7 +38,8 @@ def _options(plugin: type[Plugin]) -> str:
         # An empty default means "not given": there is nothing to show.
         empty = default is None or (hasattr(default, "__len__") and not default)
         if name != "kind":
-            shown.append(f"`{name}`" if empty else f"`{name}` ({default})")
+            written = field.alias or name
+            shown.append(f"`{written}`" if empty else f"`{written}` ({getattr(default, 'kind', default)})")
     return ", ".join(shown)
 
 
