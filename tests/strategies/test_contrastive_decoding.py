@@ -146,7 +146,7 @@ def test_a_shorter_context_of_the_amateur_ends_the_row(dense, tokenizer) -> None
 
 
 def test_the_amateur_must_be_named() -> None:
-    with pytest.raises(RecipeError, match=r"strategy\.amateur: missing: this option is required"):
+    with pytest.raises(RecipeError, match=r"contrastive_decoding\.amateur: missing: this option is required"):
         decodekit.strategy("contrastive_decoding")
     with pytest.raises(RecipeError, match="unknown option"):
         decodekit.strategy("contrastive_decoding", amateur={"layers": 3, "depth": 1})
