@@ -38,8 +38,9 @@ def _options(plugin: type[Plugin]) -> str:
         # An empty default means "not given": there is nothing to show.
         empty = default is None or (hasattr(default, "__len__") and not default)
         if name != "kind":
-            value = str(default).replace("\n", "\\n")
-            shown.append(f"`{name}`" if empty else f"`{name}` ({value})")
+            written = field.alias or name
+            value = str(getattr(default, "kind", default)).replace("\n", "\\n")
+            shown.append(f"`{written}`" if empty else f"`{written}` ({value})")
     return ", ".join(shown)
 
 

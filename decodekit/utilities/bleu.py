@@ -27,7 +27,7 @@ class Bleu(Utility):
     on single sentences it is coarser than chrF, and most pairs of free texts score near 0.
     """
 
-    cost: ClassVar[str] = "each text counted once, then a sparse product"
+    cost: ClassVar[str] = "each text counted once, then one matrix product an order"
 
     kind: Literal["bleu"] = "bleu"
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = Field("13a", description="sacrebleu's tokenizer")

@@ -19,7 +19,7 @@ class Chrf(Utility):
     tokenizer and follows inflection; it rewards form, not meaning.
     """
 
-    cost: ClassVar[str] = "each text counted once, then a sparse product"
+    cost: ClassVar[str] = "each text counted once, then one matrix product an order"
 
     kind: Literal["chrf"] = "chrf"
     char_order: int = Field(6, ge=1, le=20, description="longest n-grams of characters")

@@ -19,7 +19,7 @@ class ChrfPlusPlus(Utility):
     word order count; of little use for languages that are written without spaces.
     """
 
-    cost: ClassVar[str] = "each text counted once, then a sparse product"
+    cost: ClassVar[str] = "each text counted once, then one matrix product an order"
 
     kind: Literal["chrfpp"] = "chrfpp"
     char_order: int = Field(6, ge=1, le=20, description="longest n-grams of characters")
