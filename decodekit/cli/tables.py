@@ -1,4 +1,4 @@
-"""The README's tables of plugins, generated from the registry: ``python -m decodekit.cli.tables README.md``."""
+"""The tables of plugins in documents, generated from the registry: ``python -m decodekit.cli.tables README.md ...``."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def _source(plugin: type[Plugin]) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(refresh(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(refresh(path.read_text(encoding="utf-8")), encoding="utf-8")
