@@ -32,7 +32,7 @@ class StepRecord:
         sequences: [P] those that were live.
         tokens: [P] what was picked at each.
         taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
-        pieces: [P] text that became certain.
+        pieces: [P] text that became certain, of tasks whose tokens are final as they come.
         places: [P] the token's place in the output.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
@@ -143,7 +143,8 @@ class Chooser:
                 try:
                     if position in picked.failures:
                         raise RowError(picked.failures[position])
-                    pieces[position] = self._commit(sequence, view.tokens[position], position, view)
+                    piece = self._commit(sequence, view.tokens[position], position, view)
+                    pieces[position] = piece if task.streams else ""
                 except RowError as error:
                     sequence.fail(str(error))
                 else:

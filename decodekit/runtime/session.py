@@ -224,6 +224,7 @@ class PagedSession(Session):
         self._order: list[Key] = []
         # Tokens that a rollback went back over, to be forwarded before the next ones.
         self._again: dict[Key, list[int]] = {}
+        self._rollbacks = rollbacks
         if rollbacks:
             cache.activate_past_recording()
         cache.release(range(len(cache.rows)))
@@ -310,7 +311,8 @@ class PagedSession(Session):
     @override
     def close(self) -> None:
         self._cache.release(range(len(self._cache.rows)))
-        self._cache.deactivate_past_recording()
+        if self._rollbacks:
+            self._cache.deactivate_past_recording()
         self._order = []
 
     def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
