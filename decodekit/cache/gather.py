@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decodekit.cache.allocator import Host
 from decodekit.cache.blocks import BlockPool, BlockTable
 
 
@@ -54,13 +55,16 @@ class Group:
         num_blocks: blocks of the pool.
         block_size: tokens a block.
         window: tokens a query sees, itself included; ``None`` for all.
+        host: gets what evicted blocks hold.
 
     Attributes:
         pool: their blocks.
     """
 
-    def __init__(self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None) -> None:
-        self.layers, self.window = tuple(layers), window
+    def __init__(
+        self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None, host: Host | None = None
+    ) -> None:
+        self.layers, self.window, self._host = tuple(layers), window, host
         self._size = num_blocks, block_size
         self._listed: list[list[int | None]] = []
         self._blocks = torch.empty(0)
@@ -68,7 +72,7 @@ class Group:
 
     def renew(self, *, prefix_cache: bool) -> None:
         """An empty pool in place of the old one."""
-        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window)
+        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window, host=self._host)
 
     def first_needed(self, length: int) -> int:
         """The first token that a query after ``length`` tokens sees."""
