@@ -77,7 +77,9 @@ class Model:
     def save(self, blocks: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """As a store: what is in the storage, by number."""
         for block in blocks.tolist():
-            self._numbers.update((cell, len(self._numbers)) for cell in self.storage[block] if cell not in self._numbers)
+            self._numbers.update(
+                (cell, len(self._numbers)) for cell in self.storage[block] if cell not in self._numbers
+            )
         return [(torch.tensor([self._numbers[cell] for cell in self.storage[block]]),) for block in blocks.tolist()]
 
     def load(self, blocks: torch.Tensor, saved: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -103,7 +105,9 @@ class Model:
         most = max(len(prompt.tokens) - 1, 0) // self.size
         wanted = [content(prompt, prompt.tokens, (number + 1) * self.size - 1) for number in range(most)]
         found = [
-            next((block for block, cells in self.sealed.items() if cells[-1] == key), AWAY if key in self.host else None)
+            next(
+                (block for block, cells in self.sealed.items() if cells[-1] == key), AWAY if key in self.host else None
+            )
             for key in wanted
         ]
         places: list[tuple[int, list[int | None]]] = [(0, [])]
