@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decodekit.cache.allocator import Host
 from decodekit.cache.blocks import BlockPool, BlockTable
 from decodekit.cache.rectangle import Rectangle
 
@@ -51,6 +52,7 @@ class Group:
         num_blocks: blocks of the pool.
         block_size: tokens a block.
         window: tokens a query sees, itself included; ``None`` for all.
+        host: gets what evicted blocks hold.
         keeps: whether what was gathered may be kept for the next step.
 
     Attributes:
@@ -60,9 +62,16 @@ class Group:
     """
 
     def __init__(
-        self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None, *, keeps: bool = True
+        self,
+        layers: Sequence[int],
+        num_blocks: int,
+        block_size: int,
+        window: int | None,
+        *,
+        host: Host | None = None,
+        keeps: bool = True,
     ) -> None:
-        self.layers, self.window = tuple(layers), window
+        self.layers, self.window, self._host = tuple(layers), window, host
         self.rectangle = Rectangle(keeps=keeps)
         self.stored = 0
         self._size = num_blocks, block_size
@@ -72,7 +81,7 @@ class Group:
 
     def renew(self, *, prefix_cache: bool) -> None:
         """An empty pool in place of the old one."""
-        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window)
+        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window, host=self._host)
 
     def first_needed(self, length: int) -> int:
         """The first token that a query after ``length`` tokens sees."""

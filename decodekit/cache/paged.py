@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from decodekit.cache import transfer
+from decodekit.cache import preempt, transfer
 from decodekit.cache.gathered import GatheredCache
 from decodekit.cache.prefix import Prompt
 from decodekit.cache.rows import Row, RowBook
@@ -52,7 +52,9 @@ class PagedCache(GatheredCache):
         salt: of prompts that have none; prompts of different salts share nothing.
         checkpoint: where the states of recurrent layers are saved, without which no prompt of such a model can be
             reused: at the last block boundary of a ``"prompt"``, every so many tokens, or nowhere (``None``).
-        max_checkpoints: most states saved.
+        max_checkpoints: most states saved on the device.
+        host_bytes: host memory (pinned, if they are on CUDA) for blocks and states that are evicted, from which later prompts
+            still hit them; 0 for none.
         keep_gathered: keep what attention is given from step to step while the same rows grow together, instead of gathering
             it again; it takes the rows' K/V once more, each row as wide as the longest. Never for quantized blocks.
 
@@ -221,6 +223,36 @@ class PagedCache(GatheredCache):
         self._check_idle("restore")
         self._book.replace(snapshot.rows)
 
+    def suspend(self, row: int) -> preempt.Suspended:
+        """Put a row aside: its K/V and states go to the host, its blocks to others; those behind it move up.
+
+        Beside ``host_bytes``, since nothing may push it out.
+
+        Args:
+            row: its place in :attr:`rows`.
+
+        Returns:
+            what :meth:`resume` takes; whoever lets go of it gives the row up.
+        """
+        self._check_idle("suspend")
+        self._check_row(row)
+        suspended = preempt.suspend(self, row)
+        self._suspended.add(suspended)
+        return suspended
+
+    def resume(self, suspended: preempt.Suspended) -> int:
+        """Append a row that was put aside, bit for bit as it was; once.
+
+        Returns:
+            its place in :attr:`rows`.
+
+        Raises:
+            OutOfBlocks: there is no room for it; it stays aside, and nothing changed.
+            InputError: it was resumed already, or the cache is another, or was reset.
+        """
+        self._check_idle("resume")
+        return preempt.resume(self, suspended)
+
     def export(self, row: int, path: Path | str | None = None) -> bytes:
         """One sequence as a safetensors file for :meth:`load`, in this cache or another of the same model.
 
@@ -236,8 +268,7 @@ class PagedCache(GatheredCache):
             Refused: nobody named the row's tokens.
         """
         self._check_idle("export")
-        if not 0 <= row < len(self.rows):
-            raise InputError(f"row {row} is not open; the cache has {len(self.rows)} rows")
+        self._check_row(row)
         blob = transfer.dump(self, row)
         if path is not None:
             partial = Path(f"{path}.partial")
@@ -279,6 +310,8 @@ class PagedCache(GatheredCache):
         """Rows, tokens and bytes now; for each group its layers, its window and what :meth:`BlockPool.stats` counts.
 
         ``gathered_bytes`` are K/V that are in the blocks, too: what attention was given and the next step can add to.
+        ``host``: ``blocks`` and ``bytes`` of what was evicted, states included, ``suspended_bytes`` of rows put aside, and
+        how many blocks were ``offloaded`` and brought back (``hits``) since the last reset.
         """
         batches = {id(row.state.batch): row.state.batch for row in self.rows if row.state is not None}
         return {
@@ -289,6 +322,12 @@ class PagedCache(GatheredCache):
             "state_bytes": sum(batch.nbytes for batch in batches.values()),
             "checkpoints": len(self._checkpoints),
             "checkpoint_bytes": self._checkpoints.nbytes,
+            "host": {
+                "blocks": self._host.blocks,
+                "bytes": self._host.nbytes,
+                "suspended_bytes": sum(suspended.nbytes for suspended in self._suspended),
+                **self._host.counts,
+            },
             "groups": [
                 {"layers": len(group.layers), "window": group.window, **group.pool.stats()} for group in self.groups
             ],
@@ -298,6 +337,10 @@ class PagedCache(GatheredCache):
         if not isinstance(prompt, Prompt):
             prompt = Prompt(list(prompt))
         return replace(prompt, salt=self._salt) if prompt.salt is None else prompt
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.rows):
+            raise InputError(f"row {row} is not open; the cache has {len(self.rows)} rows")
 
     def _check_mask(self, mask: Tensor, lengths: Sequence[int], query_length: int) -> None:
         covered = max(lengths) + query_length

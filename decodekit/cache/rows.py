@@ -226,13 +226,21 @@ class RowBook:
         return (row.length // self._checkpoint + 1) * self._checkpoint
 
     def _open(self, prompt: Prompt) -> Row:
+        with self._checkpoints.host.keeping():  # what one group evicts must not push out what the others are to hit
+            return self._open_kept(prompt)
+
+    def _open_kept(self, prompt: Prompt) -> Row:
         depths = self._checkpoints.depths(prompt) if self._recurrent else None
         if self._groups:
             tables = open_together([group.pool for group in self._groups], prompt, depths)
             length = tables[0].length
         else:
             tables, length = [], max(depths or [0])
-        state = self._checkpoints.get(prompt, length) if self._recurrent and length else None
+        try:
+            state = self._checkpoints.get(prompt, length) if self._recurrent and length else None
+        except BaseException:
+            self._release([Row(prompt, tables)])
+            raise
         tokens = list(prompt.tokens[:length])
         # What is hit may be in a row that still awaits a rollback: it is final here, so that it is sealed.
         return Row(prompt, tables, length, length, tokens, state, final=length, sealed=[0] * len(self._groups))

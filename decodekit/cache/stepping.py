@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from transformers import Cache
 
 from decodekit.cache.blocks import Copy
 from decodekit.cache.gather import Group
+from decodekit.cache.host import GroupHost, HostTier
 from decodekit.cache.layers import make_layers
+from decodekit.cache.preempt import Suspended
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import Checkpoints
@@ -48,8 +51,13 @@ class SteppedCache(Cache):
         salt: bytes | str | None = None,
         checkpoint: Literal["prompt"] | int | None = "prompt",
         max_checkpoints: int = 32,
+        host_bytes: int = 0,
         keep_gathered: bool = True,
     ) -> None:
+        if host_bytes < 0:
+            raise InputError(
+                f"host_bytes is {host_bytes}; give the bytes of host memory for evicted blocks, 0 for none"
+            )
         _check_heads(config.get_text_config(decoder=True))
         kinds = compat.cache_layers(config)
         super().__init__(layers=make_layers(kinds))
@@ -57,24 +65,19 @@ class SteppedCache(Cache):
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
         self._quantization = quantization
-        windows = dict.fromkeys(kind.window for kind in kinds if kind.attention)
-        self.groups = [
-            Group(
-                [n for n, kind in enumerate(kinds) if kind.attention and kind.window == window],
-                num_blocks,
-                block_size,
-                window,
-                keeps=keep_gathered and quantization is None,
-            )
-            for window in windows
-        ]
+        self._host, self._stores = HostTier(host_bytes), dict[int, KVStore]()
+        keeps = keep_gathered and quantization is None
+        self.groups = list[Group]()
+        for window in dict.fromkeys(kind.window for kind in kinds if kind.attention):
+            layers = [n for n, kind in enumerate(kinds) if kind.attention and kind.window == window]
+            host = GroupHost(self._host, layers, self._stores) if host_bytes else None
+            self.groups.append(Group(layers, num_blocks, block_size, window, host=host, keeps=keeps))
         if quantization is not None:
             _check_quantization(quantization, dtype, self.groups)
         self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         self._state_layers = {number for number, kind in enumerate(kinds) if kind.states}
         self._continues = not self._state_layers or compat.continues(config)
-        self._stores: dict[int, KVStore] = {}
-        self._checkpoints = Checkpoints(max_checkpoints)
+        self._checkpoints = Checkpoints(max_checkpoints, self._host)
         self._book = RowBook(
             self.groups,
             block_size,
@@ -83,6 +86,7 @@ class SteppedCache(Cache):
             checkpoints=self._checkpoints,
             on_idle=partial(_settle_idle, self.groups, {} if quantization is None else self._stores),
         )
+        self._suspended: WeakSet[Suspended] = WeakSet()
         self._step: Step | None = None
 
     @property

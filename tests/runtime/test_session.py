@@ -99,6 +99,39 @@ def test_a_cache_of_the_callers_serves_call_after_call_and_never_stale_tokens(mo
     assert output.stats["forwarded_tokens"] < len(first) + 1
 
 
+@pytest.mark.parametrize("family", ["dense", "hybrid"])
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_shared_prefix_is_reused_and_another_prompt_never_gets_its_tokens(family, host_bytes, forwards) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    cache = PagedCache(model.config, num_blocks=10, block_size=4, host_bytes=host_bytes)
+    prefix = list(range(7, 24))
+    options = {"max_new_tokens": 7, "suppress_tokens": [1]}
+
+    def forwarded(prompt) -> int:
+        """Prompt tokens that were computed; the whole call's tokens are those without a cache."""
+        forwards.clear()
+        ids = torch.tensor([prompt])
+        got = model.generate(ids, **options, custom_generate=decodekit.load({}), **{CACHE_KEY: cache})
+        computed = sum(tokens for _, tokens, _ in forwards) - options["max_new_tokens"] + 1
+        assert torch.equal(got, model.generate(ids, **options))
+        assert cache.rows == []
+        return computed
+
+    def hits() -> int:
+        return sum(group["hits"] for group in cache.stats()["groups"])
+
+    assert forwarded([*prefix, 30, 31]) == 19
+    assert hits() == 0
+    assert forwarded([*prefix, 40, 41, 42]) == 4  # 4 full blocks of 4 are there
+    assert hits() == 4
+    for first in (60, 61, 62):  # as long, of other tokens: the pool is too small for all
+        assert forwarded([first, *prefix[1:], 30, 31]) == 19
+    assert hits() == 4
+    assert forwarded([*prefix, 50]) == (2 if host_bytes else 18)
+    assert hits() == (8 if host_bytes else 4)
+    assert cache.stats()["host"]["hits"] == (4 if host_bytes else 0)
+
+
 class _Ids:
     """A tokenizer that gives the same ids for every text."""
 
