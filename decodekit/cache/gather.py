@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decodekit.cache.blocks import BlockPool, BlockTable
+from decodekit.cache.streaming import Stream, Turn
 
 
 class Slots:
@@ -20,13 +21,17 @@ class Slots:
         columns: [R, T] int64, the last ``query_length`` of them new; on the host.
         query_length: new tokens a row, pads included.
         counts: [R] new tokens a row, without pads.
+        turn: moves the keys that are read to their positions; ``None`` where they are there.
 
     Attributes:
         run: first and last slot but one, where all slots of an only row follow each other: they can be read in place.
     """
 
-    def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int]) -> None:
+    def __init__(
+        self, columns: Tensor, query_length: int, counts: Sequence[int], turn: Turn | None = None
+    ) -> None:
         self._columns, self._query_length, self._counts = columns, query_length, counts
+        self.turn = turn
         first = int(columns[0, 0])
         alone = len(columns) == 1 and bool((columns[0] == torch.arange(first, first + columns.shape[1])).all())
         self.run = (first, first + columns.shape[1]) if alone else None
@@ -53,30 +58,46 @@ class Group:
         layers: their numbers.
         num_blocks: blocks of the pool.
         block_size: tokens a block.
-        window: tokens a query sees, itself included; ``None`` for all.
+        window: tokens a query sees, itself included, of the layers' own; ``None`` for all.
+        stream: what the cache keeps of a row in layers without a window.
+        frequencies: [n] of the layers' rotary embedding, for a stream.
 
     Attributes:
         pool: their blocks.
+        window: tokens a query sees, sinks apart; ``None`` for all.
+        sinks: first tokens that every query sees.
     """
 
-    def __init__(self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None) -> None:
-        self.layers, self.window = tuple(layers), window
-        self._size = num_blocks, block_size
+    def __init__(
+        self,
+        layers: Sequence[int],
+        num_blocks: int,
+        block_size: int,
+        window: int | None,
+        stream: Stream | None = None,
+        frequencies: Tensor | None = None,
+    ) -> None:
+        self.layers, self.window, self.sinks = tuple(layers), window, 0
+        # The pool is not told of a stream's window: its prompts go on from prefixes of which every block is there.
+        self._size, self._own_window = (num_blocks, block_size), window
+        if stream is not None and window is None:
+            self.window, self.sinks = stream.window, stream.sinks
+        self._stream, self._frequencies = stream, frequencies
         self._listed: list[list[int | None]] = []
         self._blocks = torch.empty(0)
         self.renew(prefix_cache=False)
 
     def renew(self, *, prefix_cache: bool) -> None:
         """An empty pool in place of the old one."""
-        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window)
+        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self._own_window)
 
     def first_needed(self, length: int) -> int:
-        """The first token that a query after ``length`` tokens sees."""
+        """The first token that a query after ``length`` tokens sees, sinks apart."""
         return 0 if self.window is None else max(length - self.window + 1, 0)
 
     def cached_columns(self, longest: int) -> int:
         """How many cached tokens a query sees whose row has ``longest``."""
-        return longest - self.first_needed(longest)
+        return longest - max(self.first_needed(longest) - self.sinks, 0)
 
     def slots(
         self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, counts: Sequence[int]
@@ -93,8 +114,20 @@ class Group:
         first = torch.tensor(lengths).unsqueeze(1) + (query_length - columns)
         # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
         positions = (torch.arange(columns) + first).clamp_(min=0)
+        if self.sinks:
+            positions[:, : self.sinks] = torch.where(
+                first > 0, torch.arange(min(self.sinks, columns)), positions[:, : self.sinks]
+            )
         blocks = self.block_table(tables).gather(1, positions // size)
-        return Slots(blocks * size + positions % size, query_length, counts)
+        turn = self._turn(positions, torch.tensor(lengths).clamp_(min=0).unsqueeze(1))
+        return Slots(blocks * size + positions % size, query_length, counts, turn)
+
+    def _turn(self, tokens: Tensor, query: Tensor) -> Turn | None:
+        if self._stream is None:
+            return None
+        assert self._frequencies is not None
+        turns = self._stream.turns(tokens, query, self.sinks)
+        return Turn(self._frequencies, turns) if turns.any() else None
 
     def block_table(self, tables: Sequence[BlockTable]) -> Tensor:
         """[R, blocks] of these rows, 0 where a window let go; made anew only when a table got another list of blocks."""

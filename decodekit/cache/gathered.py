@@ -22,6 +22,7 @@ from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import Checkpoints
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
+from decodekit.cache.streaming import frequencies, make_stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused, nearest
 from decodekit.kernels.kv_quantize import BITS
@@ -48,6 +49,8 @@ class GatheredCache(Cache):
         salt: bytes | str | None = None,
         checkpoint: Literal["prompt"] | int | None = "prompt",
         max_checkpoints: int = 32,
+        sinks: int = 0,
+        window: int | None = None,
     ) -> None:
         _check_heads(config.get_text_config(decoder=True))
         kinds = compat.cache_layers(config)
@@ -56,15 +59,23 @@ class GatheredCache(Cache):
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
         self._quantization = quantization
-        windows = dict.fromkeys(kind.window for kind in kinds if kind.attention)
+        self.stream = make_stream(config, sinks, window)
+        members: dict[int | None, list[int]] = {}
+        for layer, kind in enumerate(kinds):
+            if kind.attention:
+                members.setdefault(kind.window, []).append(layer)
+        if self.stream is not None and None not in members:
+            raise Refused("every layer of this model that keeps K/V has a window of its own; leave window out")
         self.groups = [
             Group(
-                [n for n, kind in enumerate(kinds) if kind.attention and kind.window == window],
+                layers,
                 num_blocks,
                 block_size,
-                window,
+                own,
+                self.stream,
+                None if self.stream is None else frequencies(config, layers[0]),
             )
-            for window in windows
+            for own, layers in members.items()
         ]
         if quantization is not None:
             _check_quantization(quantization, dtype, self.groups)
@@ -120,7 +131,9 @@ class GatheredCache(Cache):
         graph = key_states.requires_grad and torch.is_grad_enabled()
         run = step.slots[number].run
         found = store.run(*run) if run and not graph and isinstance(store, FullStore) else store.read(read)
-        keys, values = found[0].transpose(1, 2), found[1].transpose(1, 2)
+        turn = step.slots[number].turn
+        keys = found[0] if turn is None else turn(found[0])
+        keys, values = keys.transpose(1, 2), found[1].transpose(1, 2)
         if graph:
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values
@@ -162,7 +175,8 @@ class GatheredCache(Cache):
         """How many tokens a query sees in this layer, and how many lie before them."""
         group = self.groups[self._group_of.get(layer_idx, 0)]
         longest = max(self._lengths(), default=0)
-        return group.cached_columns(longest) + query_length, group.first_needed(longest)
+        cached = group.cached_columns(longest)
+        return cached + query_length, longest - cached
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens that fit: no limit but the pool's."""
@@ -273,6 +287,11 @@ class GatheredCache(Cache):
             self._step = self._begin_unannounced(len(self._book.rows))
 
     def _begin_unannounced(self, batch: int) -> Step:
+        if self.stream is not None:
+            raise Refused(
+                "a cache with a window says at which position each token is forwarded, which generate alone does not ask; give "
+                "generate custom_generate=decodekit.load({}), or begin a step before each forward"
+            )
         if any(row.prompt is not None for row in self._book.rows):
             raise InputError("the rows of this cache were opened by name; begin a step before each forward")
         if opened := not self._book.rows:

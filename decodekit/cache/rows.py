@@ -235,7 +235,13 @@ class RowBook:
         state = self._checkpoints.get(prompt, length) if self._recurrent and length else None
         tokens = list(prompt.tokens[:length])
         # What is hit may be in a row that still awaits a rollback: it is final here, so that it is sealed.
-        return Row(prompt, tables, length, length, tokens, state, final=length, sealed=[0] * len(self._groups))
+        row = Row(prompt, tables, length, length, tokens, state, final=length, sealed=[0] * len(self._groups))
+        try:
+            self._slide(row)
+        except BaseException:
+            self._release([row])
+            raise
+        return row
 
     def _reopen(self, row: Row, length: int) -> Row:
         assert row.prompt is not None
@@ -280,7 +286,7 @@ class RowBook:
     def _slide(self, row: Row) -> None:
         for group, table in zip(self._groups, row.tables, strict=True):
             if group.window is not None:
-                group.pool.slide(table, group.first_needed(row.final))
+                group.pool.slide(table, group.first_needed(row.final), sinks=group.sinks)
 
     def _save(self, row: Row) -> None:
         if row.state is None or row.prompt is None or self._checkpoint is None or not row.length:

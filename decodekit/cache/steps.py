@@ -86,9 +86,10 @@ class Step:
 
     @property
     def position_ids(self) -> Tensor:
-        """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths."""
-        positions = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)
-        return positions.clamp_(min=0).to(self._cache.device)
+        """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths; in a stream, within it."""
+        positions = (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)).clamp_(min=0)
+        stream = self._cache.stream
+        return (positions if stream is None else stream.positions(positions)).to(self._cache.device)
 
     @property
     def padded(self) -> bool:
