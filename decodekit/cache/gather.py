@@ -27,9 +27,7 @@ class Slots:
         run: first and last slot but one, where all slots of an only row follow each other: they can be read in place.
     """
 
-    def __init__(
-        self, columns: Tensor, query_length: int, counts: Sequence[int], turn: Turn | None = None
-    ) -> None:
+    def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int], turn: Turn | None = None) -> None:
         self._columns, self._query_length, self._counts = columns, query_length, counts
         self.turn = turn
         first = int(columns[0, 0])

@@ -166,7 +166,7 @@ class GatheredCache(Cache):
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest row; of the rows of a step that was begun, before it."""
+        """Tokens of the longest row, in a stream no more than a query sees; of the rows of a step that was begun, before it."""
         if not self.groups:
             return super().get_seq_length(layer_idx)
         return max(self._lengths(), default=0)
@@ -378,10 +378,17 @@ class GatheredCache(Cache):
         """Where a layer's K/V are; there from its first forward on."""
         return self._stores[layer_idx]
 
+    def shown(self, lengths: Sequence[int]) -> list[int]:
+        """Lengths as masks have them: a stream's masks stay as small as what a query sees."""
+        if self.stream is None:
+            return list(lengths)
+        most = max(self.stream.capacity, *(group.window or 0 for group in self.groups))
+        return [min(length, most) for length in lengths]
+
     def _lengths(self) -> list[int]:
         if self._step is not None and self._step.explicit:
-            return self._step.lengths
-        return [row.length for row in self.rows]
+            return self.shown(self._step.lengths)
+        return self.shown([row.length for row in self.rows])
 
     def _use_names(self, named: bool) -> None:
         """Rows whose tokens are known can be reused, others cannot: an empty cache changes from one kind to the other."""

@@ -102,9 +102,7 @@ class PagedCache(GatheredCache):
         All of them, padded, unless a recurrent layer would take pads for tokens, or a window drops some.
         """
         first = next(iter(counts.values()))
-        ragged = not self._state_layers and not any(
-            self._drops(self.rows[row], count) for row, count in counts.items()
-        )
+        ragged = not self._state_layers and not any(self._drops(self.rows[row], count) for row, count in counts.items())
         return [row for row, count in counts.items() if count == first or ragged]
 
     def begin(
@@ -151,14 +149,17 @@ class PagedCache(GatheredCache):
                 "tokens forgets its recurrent state; forward one token a step (max_query tells)"
             )
         if query_length > 1 and any(self._drops(row, count) for row, count in zip(chosen, counts, strict=True)):
+            most = self.stream.capacity if self.stream is not None else 0
             raise InputError(
-                f"a step of {counts} tokens after {[row.length for row in chosen]}: of more than the {self.stream.capacity} that "
-                "sinks and window hold, each query sees others; forward one token a step (max_query tells)"
+                f"a step of {counts} tokens after {[row.length for row in chosen]}: of more than the {most} that sinks and "
+                "window hold, each query sees others; forward one token a step (max_query tells)"
             )
         if direct and self.stream is not None:
-            raise Refused("attention that reads blocks in place does not move keys, as a cache with a window has to; gather")
+            raise Refused(
+                "attention that reads blocks in place does not move keys, as a cache with a window has to; gather"
+            )
         if attention_mask is not None:
-            self._check_mask(attention_mask, [row.length for row in chosen], query_length)
+            self._check_mask(attention_mask, self.shown([row.length for row in chosen]), query_length)
         step = self._step = Step(self, chosen, [list(ids) for ids in tokens], direct=direct)
         try:
             self._reserve(step, query_length)

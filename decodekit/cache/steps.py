@@ -73,15 +73,16 @@ class Step:
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """[R, T] int64, T the longest row with its new tokens: 1 for tokens, 0 for the pads on the left.
+        """[R, T] int64, T the longest row with its new tokens (in a stream, what a query sees): 1 for tokens, 0 for left pads.
 
         ``None`` for a model without attention: no pad ever reaches a state, and Mamba takes no mask of cached tokens.
         """
         if not self._cache.groups:
             return None
-        longest = max(self.lengths)
+        lengths = self._cache.shown(self.lengths)
+        longest = max(lengths)
         columns = torch.arange(longest + self.query_length)
-        starts = torch.tensor([longest - length for length in self.lengths])
+        starts = torch.tensor([longest - length for length in lengths])
         return (columns >= starts.unsqueeze(1)).long().to(self._cache.device)
 
     @property

@@ -125,18 +125,24 @@ def make_stream(config: Any, sinks: int, window: int | None) -> Stream | None:
     """
     if window is None:
         if sinks:
-            raise InputError(f"sinks is {sinks} without a window, so nothing is dropped that they would stay beside; give window")
+            raise InputError(
+                f"sinks is {sinks} without a window, so nothing is dropped that they would stay beside; give window"
+            )
         return None
     if window < 1 or sinks < 0:
-        raise InputError(f"window is {window} and sinks {sinks}; a query sees at least 1 token, after 0 or more sinks (4 is usual)")
+        raise InputError(
+            f"window is {window} and sinks {sinks}; a query sees at least 1 token, after 0 or more sinks (4 is usual)"
+        )
     config = config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and sinks + window > context:
-        raise InputError(f"{sinks} sinks and a window of {window} need {sinks + window} positions; the model has {context}")
+        raise InputError(
+            f"{sinks} sinks and a window of {window} need {sinks + window} positions; the model has {context}"
+        )
     if str(config.model_type).removesuffix("_text") not in _HALVES:
         raise Refused(
-            f"{config.model_type} is not known to rotate keys by halves (RoPE), so what lies behind dropped tokens cannot be moved "
-            f"up; leave window out (with it: {', '.join(sorted(_HALVES))})"
+            f"{config.model_type} is not known to rotate keys by halves (RoPE), so they cannot be moved over what a window "
+            f"drops; leave window out (with it: {', '.join(sorted(_HALVES))})"
         )
     return Stream(sinks, window)
 
@@ -155,6 +161,8 @@ def frequencies(config: Any, layer: int) -> Tensor:
     layer_type = (getattr(config, "layer_types", None) or {layer: ""})[layer]
     kind = rotary.rope_type[layer_type] if isinstance(rotary.rope_type, dict) else rotary.rope_type
     if kind not in _STATIC:
-        raise Refused(f"{config.model_type} has RoPE of type {kind!r}, whose angles change as a row grows; leave window out")
-    own: Tensor = getattr(rotary, f"{layer_type}_inv_freq", None) if isinstance(rotary.rope_type, dict) else rotary.inv_freq
+        raise Refused(
+            f"{config.model_type} has RoPE of type {kind!r}, whose angles change as a row grows; leave window out"
+        )
+    own: Tensor = getattr(rotary, f"{layer_type}_inv_freq") if isinstance(rotary.rope_type, dict) else rotary.inv_freq
     return own.double()

@@ -135,7 +135,9 @@ def restore(cache: PagedCache, blob: bytes, origin: str) -> int:
 
 def _check_whole(cache: PagedCache) -> None:
     if cache.stream is not None:
-        raise Refused("a cache with a window keeps parts of its rows only, which a file does not hold; use one without window")
+        raise Refused(
+            "a cache with a window keeps parts of its rows only, which a file does not hold; use one without window"
+        )
 
 
 def _read(cache: PagedCache, blob: bytes, origin: str) -> _Sequence:
