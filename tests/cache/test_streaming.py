@@ -8,6 +8,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from decodekit.cache.paged import PagedCache
+from decodekit.cache.streaming import Stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 from decodekit.testing import tiny_model
@@ -145,6 +146,16 @@ def test_logits_are_those_of_the_dense_reference(prefix, reference):
         found, _ = streamed(model, ids, sinks=sinks, window=window)
         expected = reference(model, ids, sinks, window)
         assert close(found, expected)
+
+
+def test_positions_stay_below_what_is_kept():
+    stream = Stream(sinks=3, window=5)
+    expected = [0, 1, 2, *[3, 4, 5, 6, 7] * 10]
+    assert stream.positions(torch.arange(53)).tolist() == expected
+    # A query 21 sees 0, 1, 2 and 17 to 21, as far apart as if they were its only tokens.
+    seen = torch.tensor([[0, 1, 2, 17, 18, 19, 20, 21]])
+    places = stream.positions(seen) + stream.turns(seen, torch.tensor([[21]]), sinks=3)
+    assert (places[0, -1] - places[0]).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
