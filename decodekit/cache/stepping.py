@@ -25,6 +25,7 @@ from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import Checkpoints
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
+from decodekit.cache.streaming import frequencies, make_stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused, nearest
 from decodekit.kernels.kv_quantize import BITS
@@ -53,6 +54,8 @@ class SteppedCache(Cache):
         max_checkpoints: int = 32,
         host_bytes: int = 0,
         keep_gathered: bool = True,
+        sinks: int = 0,
+        window: int | None = None,
     ) -> None:
         if host_bytes < 0:
             raise InputError(
@@ -66,12 +69,26 @@ class SteppedCache(Cache):
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
         self._quantization = quantization
         self._host, self._stores = HostTier(host_bytes), dict[int, KVStore]()
-        keeps = keep_gathered and quantization is None
-        self.groups = list[Group]()
-        for window in dict.fromkeys(kind.window for kind in kinds if kind.attention):
-            layers = [n for n, kind in enumerate(kinds) if kind.attention and kind.window == window]
-            host = GroupHost(self._host, layers, self._stores) if host_bytes else None
-            self.groups.append(Group(layers, num_blocks, block_size, window, host=host, keeps=keeps))
+        self.stream = make_stream(config, sinks, window)
+        members: dict[int | None, list[int]] = {}
+        for layer, kind in enumerate(kinds):
+            if kind.attention:
+                members.setdefault(kind.window, []).append(layer)
+        if self.stream is not None and None not in members:
+            raise Refused("every layer of this model that keeps K/V has a window of its own; leave window out")
+        self.groups = [
+            Group(
+                layers,
+                num_blocks,
+                block_size,
+                own,
+                host=GroupHost(self._host, layers, self._stores) if host_bytes else None,
+                keeps=keep_gathered and quantization is None,
+                stream=self.stream,
+                frequencies=None if self.stream is None else frequencies(config, layers[0]),
+            )
+            for own, layers in members.items()
+        ]
         if quantization is not None:
             _check_quantization(quantization, dtype, self.groups)
         self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
@@ -119,6 +136,11 @@ class SteppedCache(Cache):
             self._step = self._begin_unannounced(len(self._book.rows))
 
     def _begin_unannounced(self, batch: int) -> Step:
+        if self.stream is not None:
+            raise Refused(
+                "a cache with a window says at which position each token is forwarded, which generate alone does not ask; give "
+                "generate custom_generate=decodekit.load({}), or begin a step before each forward"
+            )
         if any(row.prompt is not None for row in self._book.rows):
             raise InputError("the rows of this cache were opened by name; begin a step before each forward")
         if opened := not self._book.rows:
@@ -215,10 +237,17 @@ class SteppedCache(Cache):
         """Where a layer's K/V are; there from its first forward on."""
         return self._stores[layer_idx]
 
+    def shown(self, lengths: Sequence[int]) -> list[int]:
+        """Lengths as masks have them: a stream's masks stay as small as what a query sees."""
+        if self.stream is None:
+            return list(lengths)
+        most = max(self.stream.capacity, *(group.window or 0 for group in self.groups))
+        return [min(length, most) for length in lengths]
+
     def _lengths(self) -> list[int]:
         if self._step is not None and self._step.explicit:
-            return self._step.lengths
-        return [row.length for row in self.rows]
+            return self.shown(self._step.lengths)
+        return self.shown([row.length for row in self.rows])
 
     def _use_names(self, named: bool) -> None:
         """Rows whose tokens are known can be reused, others cannot: an empty cache changes from one kind to the other."""

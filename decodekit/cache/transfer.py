@@ -74,6 +74,7 @@ class _Sequence:
 
 def dump(cache: PagedCache, number: int) -> bytes:
     """Row ``number`` of a cache; see :meth:`PagedCache.export`."""
+    _check_whole(cache)
     row = cache.rows[number]
     if row.prompt is None:
         raise Refused(
@@ -105,6 +106,7 @@ def dump(cache: PagedCache, number: int) -> bytes:
 
 def restore(cache: PagedCache, blob: bytes, origin: str) -> int:
     """Append the row of ``blob`` to a cache; see :meth:`PagedCache.load`. ``origin`` names the blob in errors."""
+    _check_whole(cache)
     sequence = _read(cache, blob, origin)
     _check(cache, sequence, origin)
     cache._use_names(True)
@@ -133,6 +135,13 @@ def restore(cache: PagedCache, blob: bytes, origin: str) -> int:
         raise
     cache._book.tidy([row], [])
     return len(cache._book.rows) - 1
+
+
+def _check_whole(cache: PagedCache) -> None:
+    if cache.stream is not None:
+        raise Refused(
+            "a cache with a window keeps parts of its rows only, which a file does not hold; use one without window"
+        )
 
 
 def _read(cache: PagedCache, blob: bytes, origin: str) -> _Sequence:

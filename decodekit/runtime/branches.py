@@ -29,7 +29,7 @@ def too_long(length: int, context: int | None) -> str | None:
     return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
 
 
-def _branches(model: Any, strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Branch]:
+def _branches(strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Branch]:
     """The branches of a row by name; none, and the row has failed, where it cannot have them."""
     if sequence.error is not None:
         return {}
@@ -46,7 +46,7 @@ def _branches(model: Any, strategy: TokenStrategy, sequence: SequenceState) -> d
         return {}
     for branch in own:
         length = len(branch.prompt_ids)
-        why = "its prompt is empty" if not length else too_long(length, compat.context_length(model))
+        why = "its prompt is empty" if not length else too_long(length, sequence.limits.context)
         if why is not None:
             sequence.fail(f"branch {branch.name!r} of {strategy.kind!r}: {why}")
             return {}
@@ -70,7 +70,7 @@ def sessions_of(
     for reader in (plan.search, plan.drafter):
         if reader is not None:
             layers = tuple(dict.fromkeys([*layers, *_hidden_layers(reader, compat.text_config(model))]))
-    branches = [_branches(model, strategy, sequence) for sequence in sequences]
+    branches = [_branches(strategy, sequence) for sequence in sequences]
     runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     # A row that cannot be decoded still takes its place in a rectangular batch.
     blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
@@ -86,6 +86,7 @@ def sessions_of(
                 f"strategy {strategy.kind!r} needs a model called {model_name!r}; give "
                 f"decoder.bind(models={{{model_name!r}: model}})"
             )
+        compat.check_model(runner)
         own_prompts = {name: prompts[name] for name, other in runs.items() if other == model_name}
         kept = layers if "main" in own_prompts else ()
         cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)

@@ -22,6 +22,14 @@ MBR = {"kind": "mbr", "n": 4, "inner": "sample"}
             {"strategy": "beam", "drafter": "ngram"},
             "drafter: drafts for one hypothesis, and 'beam' keeps several",
         ),
+        (
+            {"cache": {"kind": "paged", "window": 64}, "drafter": "ngram"},
+            "cache.window: a drafter verifies several tokens at once",
+        ),
+        (
+            {"cache": {"kind": "paged", "sinks": 4}},
+            "cache.sinks: has no effect where all tokens are kept; give a window",
+        ),
         ({"fallback": "relax"}, "fallback: there are no rules to relax"),
         ({"fallback": "relax", "rules": []}, "fallback: there are no rules to relax"),
         (
