@@ -116,6 +116,23 @@ def test_without_room_it_stays_aside(name):
     assert torch.equal(go_on(loop, loop.cache.resume(suspended)), go_on(other, 0))
 
 
+@pytest.mark.parametrize("kind", [None, "int4"])
+def test_the_stores_grow_for_it(kind):
+    """Stores have room for the blocks that steps wrote to, and a row comes back into others."""
+    loop, other = (loop_over("gemma3", num_blocks=200, quantization=kind) for _ in range(2))
+    for each in (loop, other):
+        each.open(tokens(21))
+        each.prefill(0, tokens(21))
+    blocks, suspended = stored(loop.cache, 0), loop.cache.suspend(0)
+    loop.open(tokens(24, 1))
+    loop.prefill(0, tokens(24, 1))
+    room = loop.cache.groups[0].stored
+    row = loop.cache.resume(suspended)
+    assert max(block or 0 for block in loop.cache.rows[row].tables[0].blocks) >= room
+    assert_equal(stored(loop.cache, row), blocks)
+    assert torch.equal(go_on(loop, row), go_on(other, 0))
+
+
 def test_a_write_that_fails_leaves_it_aside(monkeypatch):
     loop = loop_over("gemma3", quantization="int4")
     loop.open(tokens(21))
