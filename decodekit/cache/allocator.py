@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
+from typing import Any, Protocol
 
 from decodekit.cache.prefix import Chain
 from decodekit.core.errors import DecodekitError
@@ -27,8 +28,31 @@ class OutOfBlocks(DecodekitError):
         )
 
 
+class Host(Protocol):
+    """Where the content of evicted blocks goes, and comes from when a prompt hits it."""
+
+    def __contains__(self, chain: object) -> bool:
+        """Whether the last block of this chain is there."""
+
+    def get(self, chain: Chain) -> Any:
+        """Its content, which lives as long as someone refers to it."""
+
+    def save(self, blocks: Mapping[int, Chain]) -> None:
+        """Copy what these blocks hold, for as long as there is room."""
+
+    def load(self, blocks: Sequence[int], contents: Sequence[Any]) -> None:
+        """Write what :meth:`get` gave into these blocks."""
+
+    def clear(self) -> None:
+        """Forget all."""
+
+
 class Allocator:
     """The blocks of a pool, each free, cached or used; the steps that a :class:`BlockPool`'s operations are made of.
+
+    Args:
+        num_blocks: how many there are.
+        host: gets what evicted blocks hold.
 
     Attributes:
         references: a block: how many tables name it.
@@ -39,8 +63,8 @@ class Allocator:
         reach: all blocks that were ever taken are below this one.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, host: Host | None = None) -> None:
+        self.num_blocks, self._host = num_blocks, host
         self.references = [0] * num_blocks
         self.chains: list[Chain | None] = [None] * num_blocks
         self.free = list(reversed(range(num_blocks)))
@@ -77,6 +101,48 @@ class Allocator:
         self.references[block], self.reach = 1, max(self.reach, block + 1)
         self.counts["allocated"] += 1
         self.counts["peak"] = max(self.counts["peak"], self.used)
+
+    def offload(self, blocks: Sequence[int]) -> None:
+        """Let the host have what the cached ones among these blocks hold."""
+        victims = {
+            block: chain for block in blocks if block in self.cached and (chain := self.chains[block]) is not None
+        }
+        if self._host is not None and victims:
+            self._host.save(victims)
+
+    def make_free(self, count: int, keep: Collection[int] = ()) -> list[int]:
+        """The ``count`` free blocks to take next; cached ones, but those of ``keep``, are evicted for them.
+
+        Raises:
+            OutOfBlocks: there are not as many.
+        """
+        missing = max(count - len(self.free), 0)
+        victims = list(islice((block for block in self.cached if block not in keep), missing))
+        if len(victims) < missing:
+            raise OutOfBlocks(count, len(self.free), len(victims), self.num_blocks)
+        self.offload(victims)
+        undo = self.snapshot(victims)
+        try:
+            for block in victims:
+                del self.cached[block]
+                self.unseal(block)
+                self.free.append(block)
+                self._clock += 1
+                self._rested[block] = self._clock
+            self.counts["evictions"] += missing
+            return self.choose(count)
+        except BaseException:
+            undo()
+            raise
+
+    def fill(self, blocks: list[int], contents: Sequence[Chain | None], write: Callable[[list[int]], object]) -> None:
+        """Take these free blocks, let ``write`` write into them, and seal each with its content, if it has one."""
+        for block in blocks:
+            self.take(block)
+        write(blocks)
+        for block, chain in zip(blocks, contents, strict=True):
+            if chain is not None:
+                self.seal(block, chain)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each block; a cached one is in use again."""

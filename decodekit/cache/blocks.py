@@ -11,13 +11,14 @@ of a token cost O(1), and O(blocks of the sequence) where a block begins or ends
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, compress, islice
 from itertools import count as counter
-from itertools import islice
 from typing import NamedTuple
 
-from decodekit.cache.allocator import Allocator
+from decodekit.cache.allocator import Allocator, Host
 from decodekit.cache.prefix import Chain, Media, PrefixIndex, Prompt, block_contents
 from decodekit.core.errors import InputError
 
@@ -69,13 +70,20 @@ class BlockPool:
         prefix_cache: keep full blocks for later prompts that begin alike.
         window: tokens a query sees, itself included, if these layers have a sliding window; a prompt can then begin
             where only the blocks of the last ``window - 1`` tokens are left.
+        host: gets what evicted blocks hold, so that prompts can still hit it.
 
     Raises:
         InputError: a number is out of range.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, *, prefix_cache: bool = True, window: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        prefix_cache: bool = True,
+        window: int | None = None,
+        host: Host | None = None,
     ) -> None:
         if num_blocks < 1:
             raise InputError(f"num_blocks is {num_blocks}; a pool has at least 1 block")
@@ -84,13 +92,17 @@ class BlockPool:
         if window is not None and window < 1:
             raise InputError(f"window is {window}; a query sees at least 1 token (None: all of them)")
         self.num_blocks, self.block_size, self.prefix_cache, self.window = num_blocks, block_size, prefix_cache, window
+        self._host = host
         self.reset()
 
     def reset(self) -> None:
         """Free every block and forget all content and statistics; tables opened before are closed."""
-        index, allocator = PrefixIndex(self.block_size, self.window), Allocator(self.num_blocks)
+        index = PrefixIndex(self.block_size, self.window, () if self._host is None else self._host)
+        allocator = Allocator(self.num_blocks, self._host)
         # Together, so that an interrupt cannot fall between. The generation tells other pools' tables apart, too.
         self._index, self._allocator, self._generation = index, allocator, next(_generations)
+        if self._host is not None:
+            self._host.clear()
 
     @property
     def free_blocks(self) -> int:
@@ -132,10 +144,12 @@ class BlockPool:
 
         Multiples of the block size; at least one token of the prompt is left to compute.
         """
-        return self._index.match(prompt, self._shareable(prompt))[1]
+        return self._match(prompt)[1]
 
     def open(self, prompt: Prompt, *, depth: int | None = None) -> BlockTable:
-        """A new sequence that shares the blocks its prompt has in the cache; takes no other block.
+        """A new sequence that shares the blocks its prompt has in the cache; takes others only for what the host has.
+
+        If it fails, idle blocks may have gone to the host, and nothing else changed.
 
         Args:
             prompt: its tokens and what else their K/V depend on.
@@ -144,19 +158,24 @@ class BlockPool:
         Raises:
             InputError: ``depth`` is not in the cache.
         """
-        chains, depths = self._index.match(prompt, self._shareable(prompt))
+        chains, depths, _ = self._match(prompt)
         depth = depths[-1] if depth is None else depth
         if depth not in depths:
             raise InputError(f"depth is {depth}; from the cache this prompt can begin with {depths} tokens")
         full, slid = depth // self.block_size, self._index.first_needed(depth) // self.block_size
-        hits = [chain.holders[0] for chain in chains[slid:full]]
+        hits = [chain.holders[0] for chain in chains[slid:full] if chain.holders]
+        away = [chain for chain in chains[slid:full] if not chain.holders]
         chain = chains[full - 1] if full else self._index.root(prompt)
-        undo = self._allocator.snapshot(hits)
+        contents = [self._host.get(chain) for chain in away] if self._host is not None else []
+        new = self._allocator.make_free(len(away), keep=hits)
+        undo = self._allocator.snapshot([*hits, *new], chains=away)
         try:
             self._allocator.share(hits)
-            self._allocator.counts["hits"] += len(hits)
+            if self._host is not None and new:
+                self._allocator.fill(new, away, partial(self._host.load, contents=contents))
+            self._allocator.counts["hits"] += full - slid
             self._allocator.counts["misses"] += self._shareable(prompt) - full
-            blocks = [*[None] * slid, *hits]
+            blocks = [*[None] * slid, *(chain.holders[0] for chain in chains[slid:full])]
             return BlockTable(self._generation, chain, prompt.media, blocks, depth, depth, depth, slid)
         except BaseException:
             undo()
@@ -171,13 +190,12 @@ class BlockPool:
 
         With a window: if the prompt is prefilled at once and the window slides after every step.
         """
-        chains, depths = self._index.match(prompt, self._shareable(prompt))
+        _, depths, idle = self._match(prompt)
         full, slid = depths[-1] // self.block_size, self._index.first_needed(depths[-1]) // self.block_size
         needed = self._blocks(len(prompt.tokens) + max_new) - full
         if self.window is not None:
             needed = min(needed, max(self._blocks(len(prompt.tokens)) - full, self._blocks(self.window) + 1))
-        idle_hits = sum(chain.holders[0] in self._allocator.cached for chain in chains[slid:full])
-        return self.can_allocate(needed + idle_hits)
+        return self.can_allocate(needed + idle[full] - idle[slid])
 
     def append(self, table: BlockTable, count: int) -> list[Copy]:
         """:meth:`append_together` for one table."""
@@ -212,6 +230,7 @@ class BlockPool:
         growing.sort()
         needed += sum(min(many, references[block] - 1) for block, many in writers.items())
         chosen, copies, lengths = allocator.choose(needed), [list[Copy]() for _ in tables], [t.length for t in tables]
+        allocator.offload(chosen)
         undo = allocator.snapshot([*chosen, *writers], [tables[place] for _, place, _ in growing])
         try:
             taken = iter(chosen)
@@ -384,7 +403,7 @@ class BlockPool:
 
     def release(self, table: BlockTable) -> None:
         """The sequence is over. Releasing it again, or after a reset, does nothing."""
-        if table.generation == self._generation:
+        if self.owns(table):
             blocks = _held(table.blocks)
             undo = self._allocator.snapshot(blocks, [table])
             try:
@@ -395,8 +414,53 @@ class BlockPool:
                 undo()
                 raise
 
+    def owns(self, table: BlockTable) -> bool:
+        """Whether the table was opened by this pool, since its last reset."""
+        return table.generation == self._generation
+
+    def contents(self, table: BlockTable) -> list[Chain | None]:
+        """Of each block that the table holds, the chain it is sealed with."""
+        return [self._allocator.chains[block] for block in _held(table.blocks)]
+
+    def reopen(
+        self, table: BlockTable, contents: Sequence[Chain | None], write: Callable[[list[int]], object]
+    ) -> BlockTable:
+        """A sequence that was released, in new blocks.
+
+        If it fails, idle blocks may have gone to the host, and nothing else changed.
+
+        Args:
+            table: a copy of its table from before the release.
+            contents: what :meth:`contents` gave for it.
+            write: called with as many blocks, to write into them what they held.
+
+        Raises:
+            OutOfBlocks: not all the blocks it takes are there.
+            InputError: the pool was reset since.
+        """
+        self._check(table)
+        new = self._allocator.make_free(len(contents))
+        undo = self._allocator.snapshot(new, chains=[chain for chain in contents if chain is not None])
+        try:
+            self._allocator.fill(new, contents, write)
+            taken = iter(new)
+            return replace(table, blocks=[None if block is None else next(taken) for block in table.blocks])
+        except BaseException:
+            undo()
+            raise
+
+    def _match(self, prompt: Prompt) -> tuple[list[Chain], list[int], list[int]]:
+        """As :meth:`PrefixIndex.match`, where there is room; and how many idle blocks the first 0, 1, ... chains take."""
+        chains, depths = self._index.match(prompt, self._shareable(prompt))
+        cached, size = self._allocator.cached, self.block_size
+        idle = [0, *accumulate(not chain.holders or chain.holders[0] in cached for chain in chains)]
+        room = self.free_blocks + self.cached_blocks
+        slid = [self._index.first_needed(depth) // size for depth in depths]
+        fits = [idle[depth // size] - idle[first] <= room for depth, first in zip(depths, slid, strict=True)]
+        return chains, list(compress(depths, fits)), idle
+
     def _check(self, table: BlockTable) -> None:
-        if table.generation != self._generation:
+        if not self.owns(table):
             raise InputError("this table was released, or opened before a reset or by another pool; open a new one")
 
     def _blocks(self, tokens: int) -> int:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decodekit.cache.allocator import Host
 from decodekit.cache.blocks import BlockPool, BlockTable
 from decodekit.cache.rectangle import Rectangle
+from decodekit.cache.streaming import Stream, Turn
 
 
 class Slots:
@@ -22,10 +24,19 @@ class Slots:
         query_length: new tokens a row, pads included.
         counts: [R] new tokens a row, without pads.
         spare: columns of room behind the new ones.
+        turn: moves the keys that are read to their positions; ``None`` where they are there.
     """
 
-    def __init__(self, columns: Tensor, query_length: int, counts: Sequence[int], spare: int = 0) -> None:
+    def __init__(
+        self,
+        columns: Tensor,
+        query_length: int,
+        counts: Sequence[int],
+        spare: int = 0,
+        turn: Turn | None = None,
+    ) -> None:
         self._columns, self._query_length, self._counts, self._spare = columns, query_length, counts, spare
+        self.turn = turn
         self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -50,37 +61,55 @@ class Group:
         layers: their numbers.
         num_blocks: blocks of the pool.
         block_size: tokens a block.
-        window: tokens a query sees, itself included; ``None`` for all.
-        keeps: whether what was gathered may be kept for the next step.
+        window: tokens a query sees, itself included, of the layers' own; ``None`` for all.
+        host: gets what evicted blocks hold.
+        keeps: whether what was gathered may be kept for the next step; in a stream it never is, since keys move.
+        stream: what the cache keeps of a row in layers without a window.
+        frequencies: [n] of the layers' rotary embedding, for a stream.
 
     Attributes:
         pool: their blocks.
+        window: tokens a query sees, sinks apart; ``None`` for all.
+        sinks: first tokens that every query sees.
         rectangle: what was gathered of them.
         stored: blocks that the stores of its layers have room for.
     """
 
     def __init__(
-        self, layers: Sequence[int], num_blocks: int, block_size: int, window: int | None, *, keeps: bool = True
+        self,
+        layers: Sequence[int],
+        num_blocks: int,
+        block_size: int,
+        window: int | None,
+        *,
+        host: Host | None = None,
+        keeps: bool = True,
+        stream: Stream | None = None,
+        frequencies: Tensor | None = None,
     ) -> None:
-        self.layers, self.window = tuple(layers), window
-        self.rectangle = Rectangle(keeps=keeps)
+        self.layers, self.window, self.sinks, self._host = tuple(layers), window, 0, host
+        # The pool is not told of a stream's window: its prompts go on from prefixes of which every block is there.
+        self._size, self._own_window = (num_blocks, block_size), window
+        if stream is not None and window is None:
+            self.window, self.sinks = stream.window, stream.sinks
+        self._stream, self._frequencies = stream, frequencies
+        self.rectangle = Rectangle(keeps=keeps and stream is None)
         self.stored = 0
-        self._size = num_blocks, block_size
         self._listed: list[list[int | None]] = []
         self._blocks = torch.empty(0)
         self.renew(prefix_cache=False)
 
     def renew(self, *, prefix_cache: bool) -> None:
         """An empty pool in place of the old one."""
-        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self.window)
+        self.pool = BlockPool(*self._size, prefix_cache=prefix_cache, window=self._own_window, host=self._host)
 
     def first_needed(self, length: int) -> int:
-        """The first token that a query after ``length`` tokens sees."""
+        """The first token that a query after ``length`` tokens sees, sinks apart."""
         return 0 if self.window is None else max(length - self.window + 1, 0)
 
     def cached_columns(self, longest: int) -> int:
         """How many cached tokens a query sees whose row has ``longest``."""
-        return longest - self.first_needed(longest)
+        return longest - max(self.first_needed(longest) - self.sinks, 0)
 
     def slots(
         self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, counts: Sequence[int]
@@ -94,17 +123,30 @@ class Group:
             counts: [R] new tokens a row.
         """
         longest = max(lengths)
-        spare = self.rectangle.begin(tables, lengths, query_length, self.first_needed(longest))
+        cached = self.cached_columns(longest)
+        spare = self.rectangle.begin(tables, lengths, query_length, longest - cached)
         ends = [length + query_length for length in lengths]
         if spare is None:
             new = [self.pool.slot_mapping(*row) for row in zip(tables, lengths, ends, strict=True)]
             return Slots(torch.tensor(new), query_length, counts)
         size, stops = self.pool.block_size, torch.tensor(ends).unsqueeze(1)
         # A pad reads the row's own first token: whatever another row holds, even NaN, never gets near.
-        positions = torch.arange(-self.cached_columns(longest) - query_length, spare) + stops
+        positions = torch.arange(-cached - query_length, spare) + stops
         positions = positions.clamp_(min=0).minimum(stops - 1)
+        if self.sinks:
+            dropped = stops > cached + query_length
+            first = torch.arange(min(self.sinks, positions.shape[1]))
+            positions[:, : self.sinks] = torch.where(dropped, first, positions[:, : self.sinks])
         blocks = self.block_table(tables).gather(1, positions // size)
-        return Slots(blocks * size + positions % size, query_length, counts, spare)
+        turn = self._turn(positions, torch.tensor(lengths).clamp_(min=0).unsqueeze(1))
+        return Slots(blocks * size + positions % size, query_length, counts, spare, turn)
+
+    def _turn(self, tokens: Tensor, query: Tensor) -> Turn | None:
+        if self._stream is None:
+            return None
+        assert self._frequencies is not None
+        turns = self._stream.turns(tokens, query, self.sinks)
+        return Turn(self._frequencies, turns) if turns.any() else None
 
     def block_table(self, tables: Sequence[BlockTable]) -> Tensor:
         """[R, blocks] of these rows, 0 where a window let go; made anew only when a table got another list of blocks."""

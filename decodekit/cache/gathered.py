@@ -49,6 +49,8 @@ class GatheredCache(SteppedCache):
             return key_states, value_states
         new = (part.detach().to(self._dtype or part.dtype) for part in (key_states, value_states))
         keys, values = self.groups[number].rectangle.read(layer_idx, store, read, *new)
+        if (turn := step.slots[number].turn) is not None:
+            keys = turn(keys)
         step.written.add(layer_idx)
         if key_states.requires_grad and torch.is_grad_enabled():
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
@@ -82,7 +84,7 @@ class GatheredCache(SteppedCache):
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest row; of the rows of a step that was begun, before it."""
+        """Tokens of the longest row, in a stream no more than a query sees; of the rows of a step that was begun, before it."""
         if not self.groups:
             return super().get_seq_length(layer_idx)
         return max(self._lengths(), default=0)
@@ -91,7 +93,8 @@ class GatheredCache(SteppedCache):
         """How many tokens a query sees in this layer, and how many lie before them."""
         group = self.groups[self._group_of.get(layer_idx, 0)]
         longest = max(self._lengths(), default=0)
-        return group.cached_columns(longest) + query_length, group.first_needed(longest)
+        cached = group.cached_columns(longest)
+        return cached + query_length, longest - cached
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens that fit: no limit but the pool's."""

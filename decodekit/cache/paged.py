@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from decodekit.cache import transfer
+from decodekit.cache import preempt, transfer
 from decodekit.cache.gathered import GatheredCache
 from decodekit.cache.prefix import Prompt
 from decodekit.cache.rows import Row, RowBook
@@ -52,17 +52,23 @@ class PagedCache(GatheredCache):
         salt: of prompts that have none; prompts of different salts share nothing.
         checkpoint: where the states of recurrent layers are saved, without which no prompt of such a model can be
             reused: at the last block boundary of a ``"prompt"``, every so many tokens, or nowhere (``None``).
-        max_checkpoints: most states saved.
+        max_checkpoints: most states saved on the device.
+        host_bytes: host memory (pinned, if they are on CUDA) for blocks and states that are evicted, from which later prompts
+            still hit them; 0 for none.
         keep_gathered: keep what attention is given from step to step while the same rows grow together, instead of gathering
-            it again; it takes the rows' K/V once more, each row as wide as the longest. Never for quantized blocks.
+            it again; it takes the rows' K/V once more, each row as wide as the longest. Never for quantized blocks or streams.
+        sinks: first tokens of a row that full attention keeps beside ``window``; 4 is usual, with 0 most models break down.
+        window: last tokens that full attention keeps, the newest included, for streams of any length (see
+            :mod:`decodekit.cache.streaming`); layers with a window of their own keep it. ``None`` keeps all.
 
     Attributes:
         groups: the cache groups.
 
     Raises:
-        Refused: transformers' Cache does not hold what this model keeps, its K/V heads do not divide its query heads, or it
-            has no K/V to quantize.
-        InputError: a number is out of range, the quantization is not known, or a dtype is given beside it.
+        Refused: transformers' Cache does not hold what this model keeps, its K/V heads do not divide its query heads, it has no
+            K/V to quantize, or its positions cannot be moved, as a window needs it.
+        InputError: a number is out of range, the quantization is not known, a dtype is given beside it, or sinks without a
+            window.
     """
 
     def open(self, prompts: Sequence[Prompt | Sequence[int]]) -> list[int]:
@@ -83,21 +89,25 @@ class PagedCache(GatheredCache):
     def max_query(self, row: int, count: int) -> int:
         """How many of a row's next ``count`` tokens to forward in one step.
 
-        Fewer where its states are to be saved, and only one after others where a model's own code loses its state.
+        Fewer where its states are to be saved, and only one after others where a model's own code loses its state. As many
+        as a window and its sinks hold, then one by one: each of them drops another token, and masks cannot tell.
         """
         length = self.rows[row].length
         if length and not self._continues:
             return min(count, 1)
+        if self.stream is not None:
+            count = min(count, max(self.stream.capacity - length, 1))
         place = self._book.next_checkpoint(self.rows[row])
         return count if place is None else min(count, place - length)
 
     def together(self, counts: Mapping[int, int]) -> list[int]:
         """Which of these rows, with so many tokens each, can share a step; the first is among them.
 
-        All of them, padded, unless a recurrent layer would take pads for tokens.
+        All of them, padded, unless a recurrent layer would take pads for tokens, or a window drops some.
         """
         first = next(iter(counts.values()))
-        return [row for row, count in counts.items() if count == first or not self._state_layers]
+        ragged = not self._state_layers and not any(self._drops(self.rows[row], count) for row, count in counts.items())
+        return [row for row, count in counts.items() if count == first or ragged]
 
     def begin(
         self,
@@ -142,8 +152,18 @@ class PagedCache(GatheredCache):
                 f"a step of {query_length} tokens after {[row.length for row in chosen]}: this model's forward of several "
                 "tokens forgets its recurrent state; forward one token a step (max_query tells)"
             )
+        if query_length > 1 and any(self._drops(row, count) for row, count in zip(chosen, counts, strict=True)):
+            most = self.stream.capacity if self.stream is not None else 0
+            raise InputError(
+                f"a step of {counts} tokens after {[row.length for row in chosen]}: of more than the {most} that sinks and "
+                "window hold, each query sees others; forward one token a step (max_query tells)"
+            )
+        if direct and self.stream is not None:
+            raise Refused(
+                "attention that reads blocks in place does not move keys, as a cache with a window has to; gather"
+            )
         if attention_mask is not None:
-            self._check_mask(attention_mask, [row.length for row in chosen], query_length)
+            self._check_mask(attention_mask, self.shown([row.length for row in chosen]), query_length)
         step = self._step = Step(self, chosen, [list(ids) for ids in tokens], direct=direct)
         try:
             self._reserve(step, query_length)
@@ -221,6 +241,36 @@ class PagedCache(GatheredCache):
         self._check_idle("restore")
         self._book.replace(snapshot.rows)
 
+    def suspend(self, row: int) -> preempt.Suspended:
+        """Put a row aside: its K/V and states go to the host, its blocks to others; those behind it move up.
+
+        Beside ``host_bytes``, since nothing may push it out.
+
+        Args:
+            row: its place in :attr:`rows`.
+
+        Returns:
+            what :meth:`resume` takes; whoever lets go of it gives the row up.
+        """
+        self._check_idle("suspend")
+        self._check_row(row)
+        suspended = preempt.suspend(self, row)
+        self._suspended.add(suspended)
+        return suspended
+
+    def resume(self, suspended: preempt.Suspended) -> int:
+        """Append a row that was put aside, bit for bit as it was; once.
+
+        Returns:
+            its place in :attr:`rows`.
+
+        Raises:
+            OutOfBlocks: there is no room for it; it stays aside, and nothing changed.
+            InputError: it was resumed already, or the cache is another, or was reset.
+        """
+        self._check_idle("resume")
+        return preempt.resume(self, suspended)
+
     def export(self, row: int, path: Path | str | None = None) -> bytes:
         """One sequence as a safetensors file for :meth:`load`, in this cache or another of the same model.
 
@@ -233,11 +283,10 @@ class PagedCache(GatheredCache):
 
         Raises:
             InputError: there is no such row, or a key of its prompt is not made of str, bytes, int, bool, None and tuples.
-            Refused: nobody named the row's tokens.
+            Refused: nobody named the row's tokens, or a window has dropped some.
         """
         self._check_idle("export")
-        if not 0 <= row < len(self.rows):
-            raise InputError(f"row {row} is not open; the cache has {len(self.rows)} rows")
+        self._check_row(row)
         blob = transfer.dump(self, row)
         if path is not None:
             partial = Path(f"{path}.partial")
@@ -260,6 +309,7 @@ class PagedCache(GatheredCache):
 
         Raises:
             InputError: it is not such a file, is damaged, or is of another version or model; nothing changed.
+            Refused: the cache has a window.
             OutOfBlocks: there is no room for it; nothing changed.
         """
         self._check_idle("load")
@@ -273,12 +323,20 @@ class PagedCache(GatheredCache):
     def can_admit(self, prompt: Prompt | Sequence[int], max_new: int) -> bool:
         """Whether a prompt and ``max_new`` more tokens fit beside what is there, if nothing else grows."""
         wanted = self._prompt(prompt)
-        return all(group.pool.can_admit(wanted, max_new) for group in self.groups)
+        if self.stream is None:
+            return all(group.pool.can_admit(wanted, max_new) for group in self.groups)
+        size = self.groups[0].pool.block_size
+        most = size * self.stream.blocks(size, self._config)
+        kept = replace(wanted, tokens=wanted.tokens[:most])
+        rest = min(max_new + len(wanted.tokens), most) - len(kept.tokens)
+        return all(group.pool.can_admit(kept, rest) for group in self.groups)
 
     def stats(self) -> dict[str, Any]:
-        """Rows, tokens and bytes now; for each group its layers, its window and what :meth:`BlockPool.stats` counts.
+        """Rows, tokens and bytes now; for each group its layers, window, sinks and what :meth:`BlockPool.stats` counts.
 
         ``gathered_bytes`` are K/V that are in the blocks, too: what attention was given and the next step can add to.
+        ``host``: ``blocks`` and ``bytes`` of what was evicted, states included, ``suspended_bytes`` of rows put aside, and
+        how many blocks were ``offloaded`` and brought back (``hits``) since the last reset.
         """
         batches = {id(row.state.batch): row.state.batch for row in self.rows if row.state is not None}
         return {
@@ -289,15 +347,30 @@ class PagedCache(GatheredCache):
             "state_bytes": sum(batch.nbytes for batch in batches.values()),
             "checkpoints": len(self._checkpoints),
             "checkpoint_bytes": self._checkpoints.nbytes,
+            "host": {
+                "blocks": self._host.blocks,
+                "bytes": self._host.nbytes,
+                "suspended_bytes": sum(suspended.nbytes for suspended in self._suspended),
+                **self._host.counts,
+            },
             "groups": [
-                {"layers": len(group.layers), "window": group.window, **group.pool.stats()} for group in self.groups
+                {"layers": len(group.layers), "window": group.window, "sinks": group.sinks, **group.pool.stats()}
+                for group in self.groups
             ],
         }
+
+    def _drops(self, row: Row, count: int) -> bool:
+        """Whether a window drops some of a row's tokens while these are forwarded."""
+        return self.stream is not None and row.length + count > self.stream.capacity
 
     def _prompt(self, prompt: Prompt | Sequence[int]) -> Prompt:
         if not isinstance(prompt, Prompt):
             prompt = Prompt(list(prompt))
         return replace(prompt, salt=self._salt) if prompt.salt is None else prompt
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.rows):
+            raise InputError(f"row {row} is not open; the cache has {len(self.rows)} rows")
 
     def _check_mask(self, mask: Tensor, lengths: Sequence[int], query_length: int) -> None:
         covered = max(lengths) + query_length

@@ -6,7 +6,7 @@ one object, so ``is`` compares whole prefixes, and no collision of hashes can se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, TypeAlias
@@ -64,10 +64,11 @@ class PrefixIndex:
     Args:
         block_size: tokens a block.
         window: tokens a query sees, itself included; ``None`` for all.
+        offloaded: chains whose last block is held elsewhere and can be brought back.
     """
 
-    def __init__(self, block_size: int, window: int | None = None) -> None:
-        self._block_size, self._window = block_size, window
+    def __init__(self, block_size: int, window: int | None = None, offloaded: Container[Chain] = ()) -> None:
+        self._block_size, self._window, self._offloaded = block_size, window, offloaded
         self._chains: WeakValueDictionary[tuple[Chain | None, tuple[Hashable, ...]], Chain] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -103,7 +104,7 @@ class PrefixIndex:
             if chain is None:
                 break
             chains.append(chain)
-            held = held + 1 if chain.holders else 0
+            held = held + 1 if chain.holders or chain in self._offloaded else 0
             if held * size >= depth - self.first_needed(depth) // size * size:
                 depths.append(depth)
         return chains, depths

@@ -7,6 +7,8 @@ copied and freed as they are, and no row depends on another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -124,6 +126,32 @@ class QuantizedStore:
                 places[residual] = torch.arange(len(residual), dtype=places.dtype, device=places.device)
             vars(self).update(_residual=pools, _places=places)  # one call: an interrupt comes before or after it
 
+    def save(self, blocks: Tensor) -> list[tuple[Tensor, ...]]:
+        """What each of these blocks, [n] int64, holds: codes and scales, or if it is residual its numbers."""
+        places = self._places[blocks.to(self._places.device)].tolist()
+        return [
+            tuple(pool[place] for pool in self._residual)
+            if place >= 0
+            else tuple(part for quantized in self._quantized for part in quantized.save(block))
+            for block, place in zip(blocks.tolist(), places, strict=True)
+        ]
+
+    def load(self, blocks: Tensor, saved: Sequence[Sequence[Tensor]]) -> None:
+        """These blocks, [n] int64, hold what :meth:`save` gave for n blocks."""
+        keys, values = self._quantized
+        residual = torch.tensor([len(parts) == len(self._residual) for parts in saved])
+        blocks = blocks.to(self._places.device)
+        self._places[blocks] = -1
+        for block, parts in zip(blocks.tolist(), saved, strict=True):
+            if len(parts) > len(self._residual):
+                keys.load(block, *parts[:2])
+                values.load(block, *parts[2:])
+        places = self._room(int(residual.sum()))
+        for place, parts in zip(places.tolist(), (p for p in saved if len(p) == len(self._residual)), strict=True):
+            for pool, part in zip(self._residual, parts, strict=True):
+                pool[place] = part
+        self._places[blocks[residual.to(blocks.device)]] = places
+
     @property
     def device(self) -> torch.device:
         """Where they lie."""
@@ -203,6 +231,16 @@ class _QuantizedBlocks:
         """Copy whole blocks."""
         for stored in self._by_block():
             stored[target] = stored[source]
+
+    def save(self, block: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a block."""
+        codes, scales = self._by_block()
+        return codes[block], scales[block]
+
+    def load(self, block: int, codes: Tensor, scales: Tensor) -> None:
+        """A block gets these codes and scales."""
+        for stored, part in zip(self._by_block(), (codes, scales), strict=True):
+            stored[block] = part
 
     def _by_block(self) -> tuple[Tensor, Tensor]:
         size = self._block_size

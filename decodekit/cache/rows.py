@@ -226,16 +226,27 @@ class RowBook:
         return (row.length // self._checkpoint + 1) * self._checkpoint
 
     def _open(self, prompt: Prompt) -> Row:
+        with self._checkpoints.host.keeping():  # what one group evicts must not push out what the others are to hit
+            return self._open_kept(prompt)
+
+    def _open_kept(self, prompt: Prompt) -> Row:
         depths = self._checkpoints.depths(prompt) if self._recurrent else None
         if self._groups:
             tables = open_together([group.pool for group in self._groups], prompt, depths)
             length = tables[0].length
         else:
             tables, length = [], max(depths or [0])
-        state = self._checkpoints.get(prompt, length) if self._recurrent and length else None
-        tokens = list(prompt.tokens[:length])
         # What is hit may be in a row that still awaits a rollback: it is final here, so that it is sealed.
-        return Row(prompt, tables, length, length, tokens, state, final=length, sealed=[0] * len(self._groups))
+        tokens, sealed = list(prompt.tokens[:length]), [0] * len(self._groups)
+        row = Row(prompt, tables, length, length, tokens, final=length, sealed=sealed)
+        try:
+            if self._recurrent and length:
+                row.state = self._checkpoints.get(prompt, length)
+            self._slide(row)
+        except BaseException:
+            self._release([row])
+            raise
+        return row
 
     def _reopen(self, row: Row, length: int) -> Row:
         assert row.prompt is not None
@@ -280,7 +291,7 @@ class RowBook:
     def _slide(self, row: Row) -> None:
         for group, table in zip(self._groups, row.tables, strict=True):
             if group.window is not None:
-                group.pool.slide(table, group.first_needed(row.final))
+                group.pool.slide(table, group.first_needed(row.final), sinks=group.sinks)
 
     def _save(self, row: Row) -> None:
         if row.state is None or row.prompt is None or self._checkpoint is None or not row.length:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from decodekit.cache.host import HostCopy, HostTier
 from decodekit.cache.prefix import Chain, Prompt, block_contents
 
 StateKey: TypeAlias = tuple[int, str, int]
@@ -54,6 +55,15 @@ class StateRef(NamedTuple):
     def alone(self) -> StateRef:
         """The same in a batch of its own, which keeps no neighbour alive."""
         return StateRef(self.batch.take([self.place]), 0)
+
+    def on_host(self) -> HostCopy[StateKey]:
+        """A copy on the host."""
+        return HostCopy({key: [states[self.place]] for key, states in self.batch.tensors.items()})
+
+    @classmethod
+    def from_host(cls, copy: HostCopy[StateKey]) -> StateRef:
+        """The states of such a copy, on their devices."""
+        return cls(StateBatch({key: part.unsqueeze(0) for key, (part,) in copy.restore().items()}, 1), 0)
 
 
 def working_copy(refs: Sequence[StateRef | None]) -> dict[StateKey, Tensor] | None:
@@ -122,22 +132,28 @@ _Key: TypeAlias = tuple[Hashable, Hashable, int, tuple[Hashable, ...]]
 
 
 class _Saved(NamedTuple):
+    """A checkpoint; without ``ref`` its states are on the host."""
+
     chain: weakref.ref[Chain] | None
-    ref: StateRef
+    ref: StateRef | None
 
 
 class Checkpoints:
     """States saved along prompts, from which later prompts that begin alike continue.
 
-    A checkpoint lives no longer than the block of K/V that ends where it was taken. Beyond ``limit``, the longest unused
-    goes first.
+    A checkpoint lives no longer than the block of K/V that ends where it was taken, and goes to the host with it. Beyond
+    ``limit``, the longest unused goes first: to the host, or for good.
 
     Args:
-        limit: most checkpoints kept.
+        limit: most checkpoints kept on the device.
+        host: holds those that are not.
+
+    Attributes:
+        host: the same.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, host: HostTier) -> None:
+        self._limit, self.host = limit, host
         self._saved: dict[_Key, _Saved] = {}
 
     def __len__(self) -> int:
@@ -146,8 +162,8 @@ class Checkpoints:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all saved states."""
-        return sum(saved.ref.batch.nbytes for saved in self._saved.values())
+        """Bytes of all saved states on the device."""
+        return sum(saved.ref.batch.nbytes for saved in self._saved.values() if saved.ref is not None)
 
     def save(self, prompt: Prompt, chain: Chain | None, ref: StateRef) -> None:
         """Keep a copy of the states after ``prompt``.
@@ -159,10 +175,9 @@ class Checkpoints:
         """
         key = _key(prompt, len(prompt.tokens))
         known = self._saved.pop(key, None)
-        self._saved[key] = _Saved(None if chain is None else weakref.ref(chain), known.ref if known else ref.alone())
+        kept = known.ref if known is not None and known.ref is not None else ref.alone()
+        self._saved[key] = _Saved(None if chain is None else weakref.ref(chain), kept)
         self._sweep()
-        while len(self._saved) > self._limit:
-            del self._saved[next(iter(self._saved))]
 
     def depths(self, prompt: Prompt) -> list[int]:
         """After how many tokens of this prompt a state was saved; at least one token is left to compute."""
@@ -173,17 +188,39 @@ class Checkpoints:
     def get(self, prompt: Prompt, depth: int) -> StateRef:
         """The states saved after ``depth`` tokens, one of :meth:`depths`."""
         key = _key(prompt, depth)
-        saved = self._saved[key] = self._saved.pop(key)
-        return saved.ref
+        chain, ref = self._saved[key]
+        ref = StateRef.from_host(self.host.get(key)) if ref is None else ref
+        del self._saved[key]
+        self._saved[key] = _Saved(chain, ref)
+        return ref
 
     def clear(self) -> None:
         """Forget all."""
+        for key in self._saved:
+            self.host.discard(key)
         self._saved.clear()
 
     def _sweep(self) -> None:
-        for key, (chain, _) in list(self._saved.items()):
-            if chain is not None and ((alive := chain()) is None or not alive.holders):
+        for key, (reference, ref) in list(self._saved.items()):
+            chain = None if reference is None else reference()
+            if ref is None and key not in self.host:
                 del self._saved[key]
+            elif reference is not None and (chain is None or not (chain.holders or chain in self.host)):
+                del self._saved[key]
+                self.host.discard(key)
+            elif ref is not None and chain is not None and not chain.holders:
+                self._offload(key)
+        on_device = [key for key, saved in self._saved.items() if saved.ref is not None]
+        for key in on_device[: max(len(on_device) - self._limit, 0)]:
+            self._offload(key)
+
+    def _offload(self, key: _Key) -> None:
+        """To the host, if that has room for it."""
+        saved = self._saved.pop(key)
+        if key not in self.host and saved.ref is not None and saved.ref.batch.nbytes <= self.host.budget:
+            self.host.put(key, saved.ref.on_host())
+        if key in self.host:
+            self._saved[key] = saved._replace(ref=None)
 
 
 def _key(prompt: Prompt, depth: int) -> _Key:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from transformers import Cache
 
 from decodekit.cache.blocks import Copy
 from decodekit.cache.gather import Group
+from decodekit.cache.host import GroupHost, HostTier
 from decodekit.cache.layers import make_layers
+from decodekit.cache.preempt import Suspended
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import Checkpoints
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
+from decodekit.cache.streaming import frequencies, make_stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused, nearest
 from decodekit.kernels.kv_quantize import BITS
@@ -48,8 +52,15 @@ class SteppedCache(Cache):
         salt: bytes | str | None = None,
         checkpoint: Literal["prompt"] | int | None = "prompt",
         max_checkpoints: int = 32,
+        host_bytes: int = 0,
         keep_gathered: bool = True,
+        sinks: int = 0,
+        window: int | None = None,
     ) -> None:
+        if host_bytes < 0:
+            raise InputError(
+                f"host_bytes is {host_bytes}; give the bytes of host memory for evicted blocks, 0 for none"
+            )
         _check_heads(config.get_text_config(decoder=True))
         kinds = compat.cache_layers(config)
         super().__init__(layers=make_layers(kinds))
@@ -57,24 +68,33 @@ class SteppedCache(Cache):
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
         self._quantization = quantization
-        windows = dict.fromkeys(kind.window for kind in kinds if kind.attention)
+        self._host, self._stores = HostTier(host_bytes), dict[int, KVStore]()
+        self.stream = make_stream(config, sinks, window)
+        members: dict[int | None, list[int]] = {}
+        for layer, kind in enumerate(kinds):
+            if kind.attention:
+                members.setdefault(kind.window, []).append(layer)
+        if self.stream is not None and None not in members:
+            raise Refused("every layer of this model that keeps K/V has a window of its own; leave window out")
         self.groups = [
             Group(
-                [n for n, kind in enumerate(kinds) if kind.attention and kind.window == window],
+                layers,
                 num_blocks,
                 block_size,
-                window,
+                own,
+                host=GroupHost(self._host, layers, self._stores) if host_bytes else None,
                 keeps=keep_gathered and quantization is None,
+                stream=self.stream,
+                frequencies=None if self.stream is None else frequencies(config, layers[0]),
             )
-            for window in windows
+            for own, layers in members.items()
         ]
         if quantization is not None:
             _check_quantization(quantization, dtype, self.groups)
         self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         self._state_layers = {number for number, kind in enumerate(kinds) if kind.states}
         self._continues = not self._state_layers or compat.continues(config)
-        self._stores: dict[int, KVStore] = {}
-        self._checkpoints = Checkpoints(max_checkpoints)
+        self._checkpoints = Checkpoints(max_checkpoints, self._host)
         self._book = RowBook(
             self.groups,
             block_size,
@@ -83,6 +103,7 @@ class SteppedCache(Cache):
             checkpoints=self._checkpoints,
             on_idle=partial(_settle_idle, self.groups, {} if quantization is None else self._stores),
         )
+        self._suspended: WeakSet[Suspended] = WeakSet()
         self._step: Step | None = None
 
     @property
@@ -115,6 +136,11 @@ class SteppedCache(Cache):
             self._step = self._begin_unannounced(len(self._book.rows))
 
     def _begin_unannounced(self, batch: int) -> Step:
+        if self.stream is not None:
+            raise Refused(
+                "a cache with a window says at which position each token is forwarded, which generate alone does not ask; give "
+                "generate custom_generate=decodekit.load({}), or begin a step before each forward"
+            )
         if any(row.prompt is not None for row in self._book.rows):
             raise InputError("the rows of this cache were opened by name; begin a step before each forward")
         if opened := not self._book.rows:
@@ -211,10 +237,17 @@ class SteppedCache(Cache):
         """Where a layer's K/V are; there from its first forward on."""
         return self._stores[layer_idx]
 
+    def shown(self, lengths: Sequence[int]) -> list[int]:
+        """Lengths as masks have them: a stream's masks stay as small as what a query sees."""
+        if self.stream is None:
+            return list(lengths)
+        most = max(self.stream.capacity, *(group.window or 0 for group in self.groups))
+        return [min(length, most) for length in lengths]
+
     def _lengths(self) -> list[int]:
         if self._step is not None and self._step.explicit:
-            return self._step.lengths
-        return [row.length for row in self.rows]
+            return self.shown(self._step.lengths)
+        return self.shown([row.length for row in self.rows])
 
     def _use_names(self, named: bool) -> None:
         """Rows whose tokens are known can be reused, others cannot: an empty cache changes from one kind to the other."""

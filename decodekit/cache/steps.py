@@ -73,22 +73,24 @@ class Step:
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """[R, T] int64, T the longest row with its new tokens: 1 for tokens, 0 for the pads on the left.
+        """[R, T] int64, T the longest row with its new tokens (in a stream, what a query sees): 1 for tokens, 0 for left pads.
 
         ``None`` for a model without attention: no pad ever reaches a state, and Mamba takes no mask of cached tokens.
         """
         if not self._cache.groups:
             return None
-        longest = max(self.lengths)
+        lengths = self._cache.shown(self.lengths)
+        longest = max(lengths)
         columns = torch.arange(longest + self.query_length)
-        starts = torch.tensor([longest - length for length in self.lengths])
+        starts = torch.tensor([longest - length for length in lengths])
         return (columns >= starts.unsqueeze(1)).long().to(self._cache.device)
 
     @property
     def position_ids(self) -> Tensor:
-        """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths."""
-        positions = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)
-        return positions.clamp_(min=0).to(self._cache.device)
+        """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths; in a stream, within it."""
+        positions = (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)).clamp_(min=0)
+        stream = self._cache.stream
+        return (positions if stream is None else stream.positions(positions)).to(self._cache.device)
 
     @property
     def padded(self) -> bool:

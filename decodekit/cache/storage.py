@@ -36,6 +36,12 @@ class KVStore(Protocol):
     def release(self, blocks: Tensor) -> None:
         """Nobody needs what these blocks, [n] int64, hold."""
 
+    def save(self, blocks: Tensor) -> list[tuple[Tensor, ...]]:
+        """What each of these blocks, [n] int64, holds, in the form it is stored in. They may be views: copy them."""
+
+    def load(self, blocks: Tensor, saved: Sequence[Sequence[Tensor]]) -> None:
+        """These blocks, [n] int64, hold what :meth:`save` gave for n blocks."""
+
     @property
     def device(self) -> torch.device:
         """Where they lie."""
@@ -101,8 +107,7 @@ class FullStore:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See :class:`KVStore`."""
-        for stored in self._stored:
-            blocks = stored.unflatten(1, (-1, self._block_size))
+        for blocks in self._by_block():
             blocks[:, target] = blocks[:, source]
 
     def grow(self, num_blocks: int) -> None:
@@ -113,6 +118,19 @@ class FullStore:
                     torch.cat([stored, stored.new_empty((len(stored), missing, stored.shape[2]))], dim=1)
                     for stored in self._stored
                 ]
+
+    def save(self, blocks: Tensor) -> list[tuple[Tensor, ...]]:
+        """See :class:`KVStore`."""
+        return [tuple(stored[:, block] for stored in self._by_block()) for block in blocks.tolist()]
+
+    def load(self, blocks: Tensor, saved: Sequence[Sequence[Tensor]]) -> None:
+        """See :class:`KVStore`."""
+        for stored, parts in zip(self._by_block(), zip(*saved, strict=True), strict=True):
+            stored[:, blocks] = torch.stack(parts, dim=1)
+
+    def _by_block(self) -> list[Tensor]:
+        """[H, blocks, block_size, D] each."""
+        return [stored.unflatten(1, (-1, self._block_size)) for stored in self._stored]
 
     def seal(self, blocks: Tensor) -> None:
         """Full precision has nothing to do for a full block."""

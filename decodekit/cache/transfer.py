@@ -1,7 +1,8 @@
 """One sequence of a cache as bytes, to go on with it in another: prefill here, decode there.
 
 A safetensors file, so nothing in it is ever executed. It knows no blocks: a layer's K/V are [T, H, D], T the tokens that the
-next token sees, and go into blocks of any size. The header has a checksum, and what the K/V depend on: the model's
+next token sees (of a quantized cache, the whole block of the first one, without which its range would be another), and go
+into blocks of any size. The header has a checksum, and what the K/V depend on: the model's
 configuration (not its weights), the salt, the adapter's and the media's keys. All of it is checked before the cache changes.
 """
 
@@ -73,6 +74,7 @@ class _Sequence:
 
 def dump(cache: PagedCache, number: int) -> bytes:
     """Row ``number`` of a cache; see :meth:`PagedCache.export`."""
+    _check_whole(cache)
     row = cache.rows[number]
     if row.prompt is None:
         raise Refused(
@@ -81,7 +83,10 @@ def dump(cache: PagedCache, number: int) -> bytes:
         )
     tensors = {"prompt": torch.tensor(list(row.prompt.tokens)).long(), "tokens": torch.tensor(row.tokens).long()}
     for group, table in zip(cache.groups, row.tables, strict=True):
-        slots = torch.tensor(group.pool.slot_mapping(table, group.first_needed(row.length), row.length)).long()
+        start = group.first_needed(row.length)
+        if cache._quantization is not None:
+            start = start // group.pool.block_size * group.pool.block_size
+        slots = torch.tensor(group.pool.slot_mapping(table, start, row.length)).long()
         for layer in group.layers if row.length else ():
             store = cache._stores[layer]
             for name, part in zip(_kv_names(layer), store.read(slots.to(store.device).unsqueeze(0)), strict=True):
@@ -101,6 +106,7 @@ def dump(cache: PagedCache, number: int) -> bytes:
 
 def restore(cache: PagedCache, blob: bytes, origin: str) -> int:
     """Append the row of ``blob`` to a cache; see :meth:`PagedCache.load`. ``origin`` names the blob in errors."""
+    _check_whole(cache)
     sequence = _read(cache, blob, origin)
     _check(cache, sequence, origin)
     cache._use_names(True)
@@ -129,6 +135,13 @@ def restore(cache: PagedCache, blob: bytes, origin: str) -> int:
         raise
     cache._book.tidy([row], [])
     return len(cache._book.rows) - 1
+
+
+def _check_whole(cache: PagedCache) -> None:
+    if cache.stream is not None:
+        raise Refused(
+            "a cache with a window keeps parts of its rows only, which a file does not hold; use one without window"
+        )
 
 
 def _read(cache: PagedCache, blob: bytes, origin: str) -> _Sequence:
@@ -187,7 +200,8 @@ def _check(cache: PagedCache, sequence: _Sequence, origin: str) -> None:
         tokens = length - group.first_needed(length)
         stored = parts if store is None else store.read(torch.zeros((1, 1), dtype=torch.long, device=store.device))
         for kind, part, like in zip(("keys", "values"), parts, stored, strict=True):
-            shape = [tokens, *like.shape[-2:]]
+            given = len(parts[0]) if parts[0].dim() else 0
+            shape = [max(tokens, min(given, length)), *like.shape[-2:]]
             if list(part.shape) != shape or part.dtype != like.dtype or not part.is_floating_point():
                 raise InputError(
                     f"{origin} has {kind} {list(part.shape)} of {part.dtype} in layer {layer}; this cache has {shape} of "
@@ -239,13 +253,14 @@ def _write(cache: PagedCache, number: int, row: Row, sequence: _Sequence, new: l
     group, table = cache.groups[number], row.tables[number]
     start = table.slid * group.pool.block_size
     slots = torch.tensor(group.pool.slot_mapping(table, start, row.length)).long()
-    # What lies before the first token, in its block, is never seen; a copy of that token widens no quantized range.
-    source = (torch.arange(start, row.length) - group.first_needed(row.length)).clamp_(min=0)
     cache._make_room(group)
     for layer in group.layers if row.length else ():
         store = cache._stores.get(layer)
         device = cache.device if store is None else store.device
-        keys, values = (part.to(device)[source.to(device)] for part in sequence.kv[layer])
+        # What lies before the first token, in its block, is never seen; a copy of that token widens no quantized range.
+        first = row.length - len(sequence.kv[layer][0])
+        source = (torch.arange(start, row.length, device=device) - first).clamp_(min=0)
+        keys, values = (part.to(device)[source] for part in sequence.kv[layer])
         if store is None:
             store = cache._stores[layer] = cache._new_store(number, keys, values)
             new.append(layer)

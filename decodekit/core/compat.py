@@ -17,6 +17,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation import (
     GenerateBeamDecoderOnlyOutput,
@@ -64,6 +65,7 @@ _CONTINUES = {
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
+    "inkling",
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
@@ -75,8 +77,10 @@ _CONTINUES = {
     "qwen3_next",
     "zamba2",
 }
-"""Recurrent models whose forward of several tokens goes on from the cached state. That of Mamba, Falcon-Mamba, Jamba and
-Zamba begins from an empty one, without saying so; others were not tried."""
+"""Recurrent models whose forward of several tokens goes on from the cached state."""
+
+_FORGETS = {"falcon_mamba", "jamba", "mamba", "zamba"}
+"""Those whose forward of several tokens begins from an empty state, without saying so."""
 
 
 def continues(config: Any) -> bool:
@@ -116,10 +120,13 @@ def cache_layers(config: Any) -> list[CacheLayer]:
         raise Refused(f"{config.model_type} {reason}: it cannot use a paged cache (use cache: {{kind: dynamic}})")
     try:
         layers = DynamicCache(config=config).layers
-    except KeyError as error:
+    except (AttributeError, KeyError) as error:
+        raise Refused(f"{config.model_type} has layers whose cache transformers does not make ({error})") from error
+    if any(getattr(layer, "number_of_states", 0) for layer in layers) and kind not in _CONTINUES | _FORGETS:
         raise Refused(
-            f"{config.model_type} has layers of type {error}, whose cache transformers does not make"
-        ) from error
+            f"{config.model_type} keeps recurrent states, and a paged cache was not tried with its own way to go on from them "
+            "(use cache: {kind: dynamic})"
+        )
     names = getattr(config, "layer_types", None) or []
     # Before 5.24 layers without any mixer were given a recurrent cache that stays empty.
     idle = [number < len(names) and names[number] in ("moe", "mlp") for number in range(len(layers))]
@@ -187,7 +194,7 @@ def check_model(model: PreTrainedModel) -> None:
     """Refuse models and launchers that cannot be decoded row by row in one process.
 
     Raises:
-        Refused: an encoder-decoder, DeepSpeed ZeRO-3 or FSDP.
+        Refused: an encoder-decoder, DeepSpeed ZeRO-3 or FSDP, or dropout that is active.
     """
     if model.config.is_encoder_decoder:
         raise Refused(f"{type(model).__name__} is an encoder-decoder; decodekit decodes causal (decoder-only) models")
@@ -196,6 +203,22 @@ def check_model(model: PreTrainedModel) -> None:
             "the model's weights are sharded by DeepSpeed ZeRO-3 or FSDP, whose ranks must stop together; gather the "
             "weights, or use device_map or tp_plan to spread a model over devices"
         )
+    if (dropout := _active_dropout(model)) is not None:
+        raise Refused(
+            f"the model is in training mode and drops activations ({dropout}); call model.eval() before decoding"
+        )
+
+
+def _active_dropout(model: PreTrainedModel) -> str | None:
+    """A module of a model that drops activations now, and its rate: of its own, or handed to a function of torch."""
+    for name, module in model.named_modules():
+        if module.training:
+            rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
+            for attribute, rate in rates.items():
+                named = attribute == "p" or "drop" in attribute
+                if named and isinstance(rate, float | int) and not isinstance(rate, bool) and rate > 0:
+                    return f"{name or type(model).__name__}.{attribute} = {rate}"
+    return None
 
 
 def text_config(model: PreTrainedModel) -> Any:

@@ -81,6 +81,11 @@ def _drafter(recipe: Recipe) -> Iterator[Clash]:
         )
     if isinstance(recipe.cache, DynamicSpec):
         yield Clash(("cache",), "a drafter takes tokens back, which a dynamic cache cannot; leave cache out")
+    elif recipe.cache.window is not None:
+        yield Clash(
+            ("cache", "window"),
+            "a drafter verifies several tokens at once, and no mask tells their windows; leave it out",
+        )
 
 
 def _fallback(recipe: Recipe) -> Iterator[Clash]:
@@ -96,6 +101,11 @@ def _lengths(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("generation", least), f"{low} is more than {most}: {high}")
 
 
+def _sinks(recipe: Recipe) -> Iterator[Clash]:
+    if "sinks" in recipe.cache.model_fields_set and getattr(recipe.cache, "window", None) is None:
+        yield Clash(("cache", "sinks"), "has no effect where all tokens are kept; give a window, or leave it out")
+
+
 def _warpers(recipe: Recipe) -> Iterator[Clash]:
     """Rules replace the sampling warpers of generate, and with them the options that set those."""
     if recipe.rules is None:
@@ -105,4 +115,4 @@ def _warpers(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("generation", option), "has no effect beside rules, which replace it; write it as a rule")
 
 
-_CHECKS = (_beams, _copies, _chosen, _sampling, _forks, _drafter, _fallback, _lengths, _warpers)
+_CHECKS = (_beams, _copies, _chosen, _sampling, _forks, _drafter, _fallback, _lengths, _sinks, _warpers)

@@ -54,6 +54,13 @@ class PagedSpec(BaseModel):
     quantization: Literal["int8", "fp8", "int4", "int2"] | None = Field(
         None, description="of full blocks of keys and values; as the model computes them when left out"
     )
+    window: int | None = Field(
+        None,
+        ge=1,
+        description="last tokens that full attention keeps, so that a row of any length takes constant memory "
+        "(StreamingLLM); all of them when left out",
+    )
+    sinks: int = Field(4, ge=0, description="first tokens that stay beside a window")
 
 
 CACHES: Mapping[str, type[DynamicSpec | PagedSpec]] = {"dynamic": DynamicSpec, "paged": PagedSpec}

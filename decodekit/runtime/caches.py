@@ -8,6 +8,7 @@ from typing import Any
 from decodekit.cache.ledger import ledger
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.rectangle import room
+from decodekit.cache.streaming import Stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 from decodekit.core.units import format_bytes
@@ -17,6 +18,18 @@ from decodekit.runtime.settings import Settings
 
 # What a forward of rows over a paged cache gives itself; anything else (images, embeddings) is for transformers' own loop.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
+
+
+def context_length(model: Any, recipe: Recipe, given: Any) -> int | None:
+    """Most tokens of a row; ``None`` where the model has no such limit, or a window keeps positions below it.
+
+    Args:
+        model: the model.
+        recipe: how to decode.
+        given: the cache that the call brings, if any.
+    """
+    window = given.stream if isinstance(given, PagedCache) else getattr(recipe.cache, "window", None)
+    return compat.context_length(model) if window is None else None
 
 
 def paged_cache(
@@ -44,6 +57,11 @@ def paged_cache(
     spec = recipe.cache
     given = prepared.model_kwargs.get(compat.CACHE_KEY)
     if isinstance(given, PagedCache) and "main" in prompts:
+        if given.stream is not None and plan.drafter is not None:
+            raise Refused(
+                f"drafter {plan.drafter.kind!r} verifies several tokens at once, and no mask tells their windows; give a cache "
+                "without window"
+            )
         return given
     needed = plan.needs_blocks
     asked = "cache" in recipe.model_fields_set
@@ -76,6 +94,8 @@ def paged_cache(
         quantization=spec.quantization,
         prefix_cache=False,
         keep_gathered=keep_gathered,
+        sinks=0 if spec.window is None else spec.sinks,
+        window=spec.window,
     )
 
 
@@ -102,7 +122,7 @@ def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str |
 def _blocks(
     model: Any, spec: PagedSpec, settings: Settings, prompts: Mapping[str, Sequence[Sequence[int]]], plan: Plan
 ) -> tuple[int, bool]:
-    """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart.
+    """Blocks that hold every row to its last token: a prompt once, and the rest of each row apart, or what a window keeps.
 
     And whether the budget also holds what steps gather of them.
     """
@@ -116,6 +136,8 @@ def _blocks(
     # A draft that is a tree forks its row for every leaf, which copies the last block and may begin another.
     apart += 2 * plan.drafted
     needed = shared + rows * apart
+    if spec.window is not None:
+        needed = min(needed, rows * Stream(spec.sinks, spec.window).blocks(size, model.config))
     if spec.budget is None:
         return needed, True
     full, stored = (

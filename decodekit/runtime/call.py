@@ -16,6 +16,7 @@ from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
 from decodekit.recipe import Recipe
 from decodekit.runtime.branches import sessions_of, too_long
+from decodekit.runtime.caches import context_length
 from decodekit.runtime.constraining import Constraints, Forcing
 from decodekit.runtime.drafting import BLOCK_SIZE, Host
 from decodekit.runtime.guard import guarded
@@ -110,7 +111,8 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         compat.expand(model, prepared, settings.copies)
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
     _check_tokenizer(settings, plan, given)
-    sequences = _sequences(model, prepared, settings, given, prompts, seed, started, plan)
+    context = context_length(model, recipe, prepared.model_kwargs.get(compat.CACHE_KEY))
+    sequences = _sequences(prepared, settings, given, prompts, seed, started, plan, context)
     if plan.constrained:
         _constrain(model, recipe, settings, given, sequences)
     sessions = sessions_of(model, plan, prepared, recipe, settings, sequences, given.models, scoring=given.scoring)
@@ -296,7 +298,6 @@ def _check_inputs(given: Given, plan: Plan, prompts: int) -> None:
 
 
 def _sequences(
-    model: Any,
     prepared: compat.Prepared,
     settings: Settings,
     given: Given,
@@ -304,9 +305,10 @@ def _sequences(
     seed: int,
     started: float,
     plan: Plan,
+    context: int | None,
 ) -> list[SequenceState]:
     """The rows of the call; those that cannot be decoded have already failed, so that their neighbours can be."""
-    config, context = settings.config, compat.context_length(model)
+    config = settings.config
     eos, deadline = frozenset(settings.eos), started + config.max_time if config.max_time is not None else None
     wanted = given.want_text or bool(settings.stop_strings) or plan.sequence is not None
     reads = given.tokenizer is not None and wanted

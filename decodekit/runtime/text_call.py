@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from decodekit.core import compat
-from decodekit.core.errors import InputError
+from decodekit.core.errors import InputError, Refused
 from decodekit.core.trace import TraceWriter
 from decodekit.core.types import Output
-from decodekit.recipe import Generation, Recipe, load_recipe
+from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
 from decodekit.runtime.branches import left_pad, too_long
+from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import Call, Given, assemble
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.sequence import SequenceState
@@ -83,7 +84,7 @@ class TextCall:
         )
 
     def _read(self, prompts: Sequence[Prompt], *, raw: bool) -> None:
-        context = compat.context_length(self._model)
+        context = context_length(self._model, self._recipe, self._options.get(compat.CACHE_KEY))
         for index, prompt in enumerate(prompts):
             try:
                 text, inputs = split_inputs(prompt)
@@ -173,6 +174,12 @@ class TextCall:
         """The log-probabilities of these tokens after the one prompt."""
         if self._errors:
             raise InputError(self._errors[0])
+        cache, length = self._recipe.cache, len(self._prompts[0]) + len(ids)
+        if isinstance(cache, PagedSpec) and cache.window is not None and length > cache.sinks + cache.window:
+            raise Refused(
+                f"{length} tokens cannot be scored with cache.window {cache.window}: all are forwarded at once, and no mask "
+                f"tells what each sees; up to {cache.sinks + cache.window} can, or leave window out"
+            )
         # One row, whose tokens are all known, in one forward.
         options = {"num_return_sequences": 1, "prefill_chunk_size": None}
         generation = self._recipe.generation.model_copy(update=options)

@@ -116,6 +116,24 @@ FAMILIES = {
             "num_mem_blocks": 1,
         },
     ),
+    "inkling": (
+        "Inkling",
+        {
+            **_HEAD,
+            "swa_head_dim": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "sliding_window_size": 7,
+            "d_rel": 4,
+            "rel_extent": 16,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+            "mlp_layer_types": ["dense"] * 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "logits_mup_width_multiplier": 1.0,
+        },
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
 }
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 
@@ -12,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.blocks import BlockPool, Copy
+from decodekit.cache.host import GroupHost, HostTier
 from decodekit.cache.prefix import Prompt
 from decodekit.core.errors import InputError
 from tests.cache.interrupts import Interrupted, failing_take, interrupted, state
-from tests.cache.model import Model, Row, content
+from tests.cache.model import AWAY, Model, Row, content
 
 SEARCH = settings(
     stateful_step_count=40,
@@ -45,26 +47,48 @@ class PoolMachine(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 3, 4]),
         prefix_cache=st.sampled_from([True] * 5 + [False]),
         interrupted_lines=st.none() | st.tuples(st.integers(1, 11), st.just(11)),
+        host_blocks=st.sampled_from([0, 2, 5, 99]),
     )
-    def start(self, num_blocks, size, window, prefix_cache, interrupted_lines):
-        self.pool = BlockPool(num_blocks, size, prefix_cache=prefix_cache, window=window)
-        self.model = Model(num_blocks, size, window, prefix_cache)
+    def start(self, num_blocks, size, window, prefix_cache, interrupted_lines, host_blocks):
+        self.model = Model(num_blocks, size, window, prefix_cache, host_blocks)
+        self.tier, self.aside = HostTier(host_blocks * size * 8), []
+        host = GroupHost(self.tier, [0], {0: self.model}) if host_blocks else None
+        self.pool = BlockPool(num_blocks, size, prefix_cache=prefix_cache, window=window, host=host)
         self.interrupted_lines = interrupted_lines
         self.history = [Prompt([], **other) for other in TENANTS]
 
     def state(self):
         return state(self.pool, *(row.table for row in self.model.rows))
 
-    def attempt(self, operation):
-        """What the operation gives; before, it is interrupted at some of its lines, which must leave no trace."""
+    def attempt(self, operation, *, keep=None):
+        """What the operation gives; before, it is interrupted at some of its lines, which must leave no trace.
+
+        Args:
+            operation: called once and again.
+            keep: it may evict idle blocks but these even so.
+        """
         before = self.state()
         for line in count(*self.interrupted_lines) if self.interrupted_lines else ():
             try:
                 with interrupted(line):
                     return operation()
             except Interrupted:
+                if keep is not None and self.state() != before:
+                    self.note_evictions(keep)
+                    keep, before = None, self.state()  # another time there is nothing to evict
                 assert self.state() == before, "an interrupted operation leaves no trace"
         return operation()
+
+    def note_evictions(self, keep):
+        self.model.evicted([block for block in self.model.idle if block not in self.pool._allocator.cached], keep)
+        for holds in (
+            self.every_reference_is_a_table_entry,
+            self.free_cached_and_used_partition_the_pool,
+            self.the_prefix_maps_are_inverse,
+            self.evictions_are_in_order_of_use,
+            self.statistics_count_what_happened,
+        ):
+            holds()
 
     def draw_row(self, data) -> Row:
         """One with tokens, most of the time. Drawn by number: hypothesis keeps what it prints alive."""
@@ -85,11 +109,13 @@ class PoolMachine(RuleBasedStateMachine):
     def open(self, prompt: Prompt, depth: int | None = None) -> Row:
         places = self.model.donors(prompt)
         assert self.pool.resumable(prompt) == [place for place, _ in places], "live donors are found, honest ones only"
-        table = self.attempt(lambda: self.pool.open(prompt, depth=depth))
         place, blocks = next(found for found in reversed(places) if depth in (None, found[0]))
+        with self.tier.keeping() if self.interrupted_lines else nullcontext():
+            table = self.attempt(lambda: self.pool.open(prompt, depth=place), keep=blocks)
         assert table.num_cached == table.length == table.committed == place
         assert place < max(len(prompt.tokens), 1), "a token is left to compute"
-        assert table.blocks == blocks, "the oldest block with a content is hit"
+        hits = [mine if block == AWAY else block for mine, block in zip(table.blocks, blocks, strict=True)]
+        assert table.blocks == hits, "the oldest block with a content is hit"
         row = Row(table, prompt, list(prompt.tokens[:place]), place, blocks, 0, self.model.first_needed(place))
         self.model.opened(row)
         return row
@@ -252,6 +278,35 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(has_rows)
     @rule(data=st.data())
+    def suspend(self, data):
+        row = self.draw_row(data)
+        if row.length == len(row.tokens):
+            self.aside.append(self.model.put_aside(row, self.pool.contents(row.table)))
+            self.release_row(row)
+
+    @precondition(lambda self: self.aside and has_space(self))
+    @rule(data=st.data())
+    def resume(self, data):
+        aside, before = self.aside[data.draw(st.integers(0, len(self.aside) - 1))], self.state()
+
+        def reopen():
+            return self.pool.reopen(aside.row.table, aside.contents, write)
+
+        def write(blocks):
+            for block, cells in zip(blocks, aside.cells, strict=True):
+                self.model.storage[block] = list(cells)
+
+        if len(aside.contents) > len(self.model.free()) + len(self.model.idle):
+            with pytest.raises(OutOfBlocks):
+                reopen()
+            assert self.state() == before, "a failed resume leaves no trace"
+            return
+        table = self.attempt(reopen, keep=[])
+        self.aside.remove(aside)
+        self.model.resumed(aside, table)
+
+    @precondition(has_rows)
+    @rule(data=st.data())
     def misuse(self, data):
         pool, table, before = self.pool, self.draw_row(data).table, self.state()
         for operation in (
@@ -297,6 +352,15 @@ class PoolMachine(RuleBasedStateMachine):
     def sealed_blocks_keep_their_content(self):
         for block, cells in self.model.sealed.items():
             assert self.model.storage[block] == cells
+
+    @invariant()
+    def the_host_holds_what_was_evicted_last(self):
+        held = [copy.restore()[0][0].tolist() for copy in self.tier._held.values()]
+        cells = list(self.model._numbers)
+        assert self.tier.nbytes == sum(copy.nbytes for copy in self.tier._held.values()) <= self.tier.budget
+        if self.interrupted_lines:  # an interrupted operation may have used it
+            self.model.host = [cells[numbers[-1]] for numbers in held]
+        assert [cells[numbers[-1]] for numbers in held] == self.model.host
 
     @invariant()
     def storage_holds_the_history(self):

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from decodekit.cache.blocks import BlockTable, Copy
 from decodekit.cache.prefix import Prompt
 
@@ -36,6 +38,19 @@ class Row:
         return list(self.prompt.tokens[len(self.tokens) :])
 
 
+AWAY = -1
+"""In the place of a block: the host has what it would hold."""
+
+
+@dataclass(eq=False)
+class Aside:
+    """A row that was put aside: what its pool needs to take it back, and what its blocks held."""
+
+    row: Row
+    contents: list[Any]
+    cells: list[list[Any]]
+
+
 def content(prompt: Prompt, tokens: list[int] | tuple[int, ...], position: int) -> tuple[Any, ...]:
     """What the K/V of a token depend on."""
     media = [(place, key) for start, stop, key in prompt.media for place in range(start, min(stop, position + 1))]
@@ -48,13 +63,33 @@ class Model:
     size: int
     window: int | None
     prefix_cache: bool
+    host_blocks: int = 0
     rows: list[Row] = field(default_factory=list)
+    host: list[Any] = field(default_factory=list)  # what the host's blocks hold; the first is let go of first
     sealed: dict[int, list[Any]] = field(default_factory=dict)  # a full block: all it holds; the first was first to
     idle: list[int] = field(default_factory=list)  # cached blocks; the first is evicted first
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.storage: list[list[Any]] = [["nothing"] * self.size for _ in range(self.num_blocks)]
+        self._numbers: dict[Any, int] = {}
+
+    def save(self, blocks: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """As a store: what is in the storage, by number."""
+        for block in blocks.tolist():
+            self._numbers.update(
+                (cell, len(self._numbers)) for cell in self.storage[block] if cell not in self._numbers
+            )
+        return [(torch.tensor([self._numbers[cell] for cell in self.storage[block]]),) for block in blocks.tolist()]
+
+    def load(self, blocks: torch.Tensor, saved: Sequence[Sequence[torch.Tensor]]) -> None:
+        """As a store: what comes back."""
+        cells = list(self._numbers)
+        for block, (numbers,) in zip(blocks.tolist(), saved, strict=True):
+            self.storage[block] = [cells[number] for number in numbers.tolist()]
+
+    def grow(self, num_blocks: int) -> None:
+        """As a store: it has room for all."""
 
     def references(self) -> Counter[int]:
         return Counter(block for row in self.rows for block in row.blocks if block is not None)
@@ -69,23 +104,80 @@ class Model:
         return 0 if self.window is None else max(position - self.window + 1, 0)
 
     def donors(self, prompt: Prompt) -> list[tuple[int, list[int | None]]]:
-        """The places a prompt can begin at, with the blocks it has there; each the oldest of its content."""
+        """The places a prompt can begin at, with the blocks it has there; each the oldest of its content, or AWAY."""
         most = max(len(prompt.tokens) - 1, 0) // self.size
         wanted = [content(prompt, prompt.tokens, (number + 1) * self.size - 1) for number in range(most)]
-        found = [next((block for block, cells in self.sealed.items() if cells[-1] == key), None) for key in wanted]
+        found = [
+            next(
+                (block for block, cells in self.sealed.items() if cells[-1] == key), AWAY if key in self.host else None
+            )
+            for key in wanted
+        ]
         places: list[tuple[int, list[int | None]]] = [(0, [])]
         for full in range(1, most + 1):
             slid = self.first_needed(full * self.size) // self.size
-            if None not in found[slid:full]:
+            taken = sum(block == AWAY or block in self.idle for block in found[slid:full])
+            if None not in found[slid:full] and taken <= len(self.free()) + len(self.idle):
                 places.append((full * self.size, [*[None] * slid, *found[slid:full]]))
         return places
 
     def opened(self, row: Row) -> None:
-        hits = [block for block in row.blocks if block is not None]
+        """Check the blocks that took the places of those that were AWAY; their content has come back."""
+        hits = [block for block in row.blocks if block not in (None, AWAY)]
+        brought = [mine for mine, block in zip(row.table.blocks, row.blocks, strict=True) if block == AWAY]
+        for number, block in enumerate(row.blocks):
+            if block == AWAY:
+                self._use_host(content(row.prompt, row.prompt.tokens, (number + 1) * self.size - 1))
+        self._taken(brought, hits)
+        for block in brought:
+            self.sealed[block] = list(self.storage[block])
         self.idle = [block for block in self.idle if block not in hits]
+        row.blocks = list(row.table.blocks)
+        hits += brought
         self.rows.append(row)
         most = max(len(row.prompt.tokens) - 1, 0) // self.size if self.prefix_cache else 0
         self._count(hits=len(hits), misses=most - row.length // self.size)
+
+    def put_aside(self, row: Row, contents: list[Any]) -> Aside:
+        held = [block for block in row.blocks if block is not None]
+        assert [chain is not None for chain in contents] == [block in self.sealed for block in held]
+        kept = replace(row, table=replace(row.table), tokens=row.tokens.copy(), blocks=row.blocks.copy())
+        return Aside(kept, contents, [list(self.storage[block]) for block in held])
+
+    def resumed(self, aside: Aside, table: BlockTable) -> None:
+        row = aside.row
+        brought = [block for block in table.blocks if block is not None]
+        assert [block is None for block in table.blocks] == [block is None for block in row.blocks]
+        self._taken(brought, [])
+        for block, chain, cells in zip(brought, aside.contents, aside.cells, strict=True):
+            assert self.storage[block] == cells
+            if chain is not None:
+                self.sealed[block] = cells
+        row.table, row.blocks = table, list(table.blocks)
+        self.rows.append(row)
+        self._count()
+
+    def evicted(self, victims: list[int], keep: list[int | None]) -> None:
+        assert victims == [block for block in self.idle if block not in keep][: len(victims)], "the longest unused go"
+        for block in victims:
+            self._use_host(self.sealed[block][-1])
+            self.idle.remove(block)
+            self.sealed.pop(block)
+        self._count(evictions=len(victims))
+
+    def _taken(self, brought: list[int], keep: list[int | None]) -> None:
+        """Free blocks, and instead of missing ones the longest unused, hold what came back."""
+        free = self.free()
+        victims = [block for block in self.idle if block not in keep][: max(len(brought) - len(free), 0)]
+        self.evicted(victims, keep)
+        assert set(brought) <= free | set(victims)
+        assert len(brought) == len(set(brought))
+        self._count(allocated=len(brought))
+
+    def _use_host(self, key: Any) -> None:
+        """The host was given a block, or one was hit there."""
+        if self.host_blocks:
+            self.host = [*(held for held in self.host if held != key), key][-self.host_blocks :]
 
     def demand(self, rows: list[Row], count: int) -> int:
         """Blocks needed to make room in all rows: of those that share a last block, one may write into it."""
@@ -113,6 +205,8 @@ class Model:
         assert set(taken) <= free | set(victims), "free blocks and those unused for longest are taken"
         assert set(victims) <= set(taken), "free blocks are taken first"
         assert len(taken) == len(set(taken)) == needed
+        for block in victims:
+            self._use_host(self.sealed[block][-1])
         self.idle = self.idle[len(victims) :]
         for block in taken:
             self._poison(block)

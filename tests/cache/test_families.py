@@ -4,9 +4,13 @@ import inspect
 
 import pytest
 import torch
-from transformers import DynamicCache
+import transformers
+from transformers import CONFIG_MAPPING, DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from decodekit.cache.paged import PagedCache
+from decodekit.core.compat import cache_layers
+from decodekit.core.errors import Refused
 from tests.cache.families import CACHE_NAMES, FAMILIES, Loop, family_model, forward
 
 pytestmark = pytest.mark.integration
@@ -50,6 +54,27 @@ def segments(model, cache, ids, lengths):
 def uncached(model, tokens):
     """Logits after each token of one row, [n, V]."""
     return forward(model, [tokens])[0]
+
+
+def test_every_recurrent_model_of_transformers_is_tried_here_or_refused():
+    tried = {family_model(name).config.model_type.removesuffix("_text") for name in FAMILIES}
+    tried |= {"lfm2_moe", "qwen3_5_moe"}  # the recurrent layers of lfm2 and qwen3_5
+    found, refused = set(), set()
+    for name, prefix in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        config_class = CONFIG_MAPPING[name]
+        kind = config_class.model_type.removesuffix("_text")
+        if not hasattr(transformers, prefix) or getattr(config_class, "is_encoder_decoder", False):
+            continue
+        try:
+            if any(layer.states for layer in cache_layers(config_class())):
+                found.add(kind)
+        except Refused:
+            refused.add(kind)
+        except Exception:
+            continue
+    assert found <= tried
+    assert {"olmo_hybrid", "kimi_linear", "inkling", "jamba", "mamba2"} <= found
+    assert {"minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya", "qwen4_exp"} <= refused
 
 
 # As any transformers cache

@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from decodekit.cache.allocator import Allocator
 from decodekit.cache.blocks import BlockPool
+from decodekit.cache.host import GroupHost, HostTier
 from decodekit.cache.prefix import PrefixIndex
 from tests.cache.interrupts import Interrupted
 from tests.cache.machine import SEARCH, PoolMachine
@@ -65,7 +66,7 @@ FAULTS = [
     Fault("a full hit leaves nothing to compute", BlockPool, "_shareable", "len(prompt.tokens) - 1", "len(prompt.tokens)"),
     Fault("a hit is one block short", BlockPool, "_shareable", "len(prompt.tokens) - 1", "len(prompt.tokens) - 2"),
     Fault("the window is a token short", PrefixIndex, "first_needed", "self._window + 1", "self._window + 2"),
-    Fault("a window hits across a hole", PrefixIndex, "match", "if chain.holders else 0", "if chain.holders else held"),
+    Fault("a window hits across a hole", PrefixIndex, "match", "self._offloaded else 0", "self._offloaded else held"),
     Fault("media keys are ignored on a hit", PrefixIndex, "match", "media=prompt.media", "media=()"),
     Fault("media spans are misplaced", BlockPool, "commit", "tokens, start, table.media", "tokens, 0, table.media"),
     Fault("a hit begins a chain of its own", BlockPool, "open", "chains[full - 1] if full else", ""),
@@ -113,6 +114,28 @@ FAULTS = [
     Fault("parents are not compared", PrefixIndex, "match", LOOKUP,
           "next((c for (_, t), c in self._chains.items() if t == (*contents[depth - size : depth],)), None)"),
     Fault("equal chains are made twice", PrefixIndex, "child", "if chain is None:", "if True:"),
+    Fault("what the host has is not hit", PrefixIndex, "match", "or chain in self._offloaded", ""),
+    Fault("a prompt is promised more than there is room for", BlockPool, "_match", "<= room", "<= room + 1"),
+    Fault("hits that are idle are not counted", BlockPool, "_match", "or chain.holders[0] in cached", ""),
+    Fault("a step does not offload", BlockPool, "append_together", "allocator.offload(chosen)", "pass"),
+    Fault("a hit does not offload", Allocator, "make_free", "self.offload(victims)", "pass"),
+    Fault("a hit evicts what it hits", Allocator, "make_free", "if block not in keep", ""),
+    Fault("what a hit evicts stays in the map", Allocator, "make_free", "self.unseal(block)", "pass"),
+    Fault("what a hit evicts is lost", Allocator, "make_free", "self.free.append(block)", "pass"),
+    Fault("what a hit evicts is not counted", Allocator, "make_free", '["evictions"] += missing', '["evictions"] += 0'),
+    Fault("an interrupted eviction is not undone", Allocator, "make_free", "undo()", "pass"),
+    Fault("what comes back is not sealed", Allocator, "fill", "self.seal(block, chain)", "pass"),
+    Fault("what comes back is not written", Allocator, "fill", "write(blocks)", "pass"),
+    Fault("an interrupted hit keeps its blocks", BlockPool, "open", "[*hits, *new]", "hits"),
+    Fault("an interrupted hit stays sealed", BlockPool, "open", ", chains=away", ""),
+    Fault("an interrupted resume is not undone", BlockPool, "reopen", "undo()", "pass"),
+    Fault("a resumed table has no holes", BlockPool, "reopen", "None if block is None else next(taken)", "next(taken, None)"),
+    Fault("a block is offloaded under its neighbour's name", GroupHost, "save", "dict(zip(new,", "dict(zip(reversed(new),"),
+    Fault("blocks come back in another order", GroupHost, "load", "blocks, contents)", "blocks, contents[::-1])"),
+    Fault("the host forgets what is used", HostTier, "get", "self._held[key] = self._held.pop(key)", "self._held[key]"),
+    Fault("the newest of the host goes first", HostTier, "_trim", "iter(self._held)", "reversed(self._held)"),
+    Fault("the host holds more than its budget", HostTier, "_trim", "> self.budget", "> self.budget + 16"),
+    Fault("the host miscounts its bytes", HostTier, "discard", "self.nbytes -= copy.nbytes", "pass"),
 ]  # fmt: skip
 QUICK = {
     "blocks are freed in forward order",
@@ -121,6 +144,7 @@ QUICK = {
     "a sealed block is overwritten",
     "the salt is ignored",
     "tokens are not compared",
+    "what comes back is not written",
 }
 
 

@@ -2,12 +2,16 @@
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers
 from transformers import DynamicCache
 
+import decodekit
 from decodekit.cache import blocks, gather, gathered, paged, rectangle, rows, states, stepping, steps, storage
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
@@ -323,18 +327,58 @@ def test_another_rows_nan_stays_its_own(dense):
 # Gradients
 
 
-def test_what_is_cached_has_no_history():
-    model = tiny_model("hybrid").requires_grad_(True)
-    cache = PagedCache(model.config, num_blocks=16)
-    logits = forward(model, [tokens(5)], cache)
-    assert not any(store.keys.requires_grad for store in cache._stores.values())
-    forward(model, [[5]], cache)
-    assert not any(tensor.requires_grad for tensor in cache.rows[0].state.batch.tensors.values())
+@pytest.mark.parametrize("family", ["dense", "sliding", "hybrid"])
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"quantization": "int8"}], ids=["full", "window", "int8"])
+def test_what_is_cached_has_no_history(family, options):
+    model = tiny_model(family).requires_grad_(True)
+    cache = PagedCache(model.config, num_blocks=16, block_size=2, **options)
+    loop = Loop(model, cache)
+    loop.open(tokens(4))
+    loop.prefill(0, tokens(4))
+    logits = loop.step([0], [[5]])
+    assert logits.grad_fn is not None
+    stored = [value for store in cache._stores.values() for value in tensors_in(vars(store))]
+    states = [] if cache.rows[0].state is None else [*cache.rows[0].state.batch.tensors.values()]
+    assert len(states) == 4 * (family == "hybrid")
+    assert stored
+    assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in stored + states)
     with pytest.raises(Refused, match="train with use_cache=False"):
         logits.sum().backward()
-    expected = forward(model, [tokens(5)]).sum()
-    expected.backward()
-    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def tensors_in(value):
+    """Every tensor in what an object holds."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in values for tensor in tensors_in(part)]
+
+
+TRAINING_STEP = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.arange(3, 43).view(2, 20)
+loss = model(ids, labels=ids, use_cache=False).loss
+loss.backward()
+assert "decodekit" not in sys.modules
+torch.save([loss.detach(), *(weight.grad for weight in model.parameters())], sys.argv[2])
+"""
+
+
+def test_a_training_step_is_as_without_decodekit(tmp_path):
+    tiny_model("dense").save_pretrained(tmp_path)
+    arguments = [sys.executable, "-c", TRAINING_STEP, str(tmp_path), str(tmp_path / "step.pt")]
+    subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    expected = torch.load(tmp_path / "step.pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(3, 43).view(2, 20)
+    # Samples attend to their blocks by decodekit's own function, with the same model.
+    decoder = decodekit.load({"cache": "paged"})
+    model.generate(ids, custom_generate=decoder, num_return_sequences=2, do_sample=True, max_new_tokens=3)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    for found, theirs in zip([loss, *(weight.grad for weight in model.parameters())], expected, strict=True):
+        assert torch.equal(found, theirs)
 
 
 # What is refused
@@ -347,13 +391,16 @@ def test_what_is_cached_has_no_history():
         (transformers.RecurrentGemmaConfig(), "in its modules"),
         (transformers.RwkvConfig(), "list of its own"),
         (transformers.xLSTMConfig(), "cache of its own"),
+        (transformers.Qwen4ExpConfig(), "qwen4_exp_text keeps recurrent states"),
+        (transformers.ZayaConfig(), "zaya keeps recurrent states, and a paged cache was not tried"),
+        (transformers.BltConfig(), "blt has layers whose cache transformers does not make"),
         (transformers.T5Config(), "encoder-decoder"),
         (
             transformers.LlamaConfig(num_attention_heads=9, num_key_value_heads=2, hidden_size=72),
             "9 query heads cannot share 2",
         ),
     ],
-    ids=["minimax", "recurrent_gemma", "rwkv", "xlstm", "t5", "heads"],
+    ids=["minimax", "recurrent_gemma", "rwkv", "xlstm", "qwen4_exp", "zaya", "blt", "t5", "heads"],
 )
 def test_models_it_is_not_for_are_refused(config, message):
     with pytest.raises(Refused, match=message):

@@ -36,6 +36,14 @@ MBR = {"kind": "mbr", "n": 4, "inner": "sample"}
         ),
         ({"strategy": "beam", "cache": {"kind": "dynamic"}}, "cache: 'beam' forks its rows"),
         ({"strategy": {**MBR, "inner": "beam"}}, "strategy.inner: 'beam' is not a TokenStrategy"),
+        (
+            {"cache": {"kind": "paged", "window": 64}, "drafter": "ngram"},
+            "cache.window: a drafter verifies several tokens at once",
+        ),
+        (
+            {"cache": {"kind": "paged", "sinks": 4}},
+            "cache.sinks: has no effect where all tokens are kept; give a window",
+        ),
         ({"fallback": "relax"}, "fallback: there are no rules to relax"),
         ({"fallback": "relax", "rules": []}, "fallback: there are no rules to relax"),
         (

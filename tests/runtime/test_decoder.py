@@ -1,3 +1,4 @@
+import copy
 import time
 import warnings
 from typing import Literal
@@ -771,3 +772,20 @@ def test_a_broken_strategy_is_named(dense) -> None:
         decodekit.PluginError, match=r"strategy 'wrong' returned \(1, 5\) torch.float64; expected .*\(1, 97\)"
     ):
         dense.generate(torch.tensor([[5]]), custom_generate=decoder)
+
+
+def test_dropout_that_is_active_is_refused_before_prefill(dense) -> None:
+    model = copy.deepcopy(dense).train()
+    ids, decoder = torch.tensor([[5, 6, 7]]), decodekit.load({})
+    expected = dense.generate(ids, max_new_tokens=5, custom_generate=decoder)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, custom_generate=decoder), expected)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    message = (
+        r"training mode and drops activations \(model.layers.1.self_attn.attention_dropout = 0.1\); call model.eval\(\)"
+    )
+    with pytest.raises(Refused, match=message):
+        model.generate(ids, max_new_tokens=5, custom_generate=decoder)
+    assert torch.equal(model.eval().generate(ids, max_new_tokens=5, custom_generate=decoder), expected)
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head).train()
+    with pytest.raises(Refused, match=r"lm_head.0.p = 0.5"):
+        model.generate(ids, max_new_tokens=5, custom_generate=decoder)

@@ -1,10 +1,12 @@
+import copy
+
 import pytest
 import torch
 
 import decodekit
 from decodekit.cache.paged import PagedCache
 from decodekit.core.compat import CACHE_KEY
-from decodekit.core.errors import InputError, Refused
+from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.runtime import caches
 from decodekit.runtime.session import PagedSession
 from decodekit.testing import tiny_model
@@ -99,6 +101,39 @@ def test_a_cache_of_the_callers_serves_call_after_call_and_never_stale_tokens(mo
     assert output.stats["forwarded_tokens"] < len(first) + 1
 
 
+@pytest.mark.parametrize("family", ["dense", "hybrid"])
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_shared_prefix_is_reused_and_another_prompt_never_gets_its_tokens(family, host_bytes, forwards) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    cache = PagedCache(model.config, num_blocks=10, block_size=4, host_bytes=host_bytes)
+    prefix = list(range(7, 24))
+    options = {"max_new_tokens": 7, "suppress_tokens": [1]}
+
+    def forwarded(prompt) -> int:
+        """Prompt tokens that were computed; the whole call's tokens are those without a cache."""
+        forwards.clear()
+        ids = torch.tensor([prompt])
+        got = model.generate(ids, **options, custom_generate=decodekit.load({}), **{CACHE_KEY: cache})
+        computed = sum(tokens for _, tokens, _ in forwards) - options["max_new_tokens"] + 1
+        assert torch.equal(got, model.generate(ids, **options))
+        assert cache.rows == []
+        return computed
+
+    def hits() -> int:
+        return sum(group["hits"] for group in cache.stats()["groups"])
+
+    assert forwarded([*prefix, 30, 31]) == 19
+    assert hits() == 0
+    assert forwarded([*prefix, 40, 41, 42]) == 4  # 4 full blocks of 4 are there
+    assert hits() == 4
+    for first in (60, 61, 62):  # as long, of other tokens: the pool is too small for all
+        assert forwarded([first, *prefix[1:], 30, 31]) == 19
+    assert hits() == 4
+    assert forwarded([*prefix, 50]) == (2 if host_bytes else 18)
+    assert hits() == (8 if host_bytes else 4)
+    assert cache.stats()["host"]["hits"] == (4 if host_bytes else 0)
+
+
 class _Ids:
     """A tokenizer that gives the same ids for every text."""
 
@@ -190,3 +225,50 @@ def test_an_interrupted_call_gives_its_blocks_back(dense, monkeypatch) -> None:
             torch.tensor([[5, 6]]), custom_generate=decodekit.load({}), max_new_tokens=9, **{CACHE_KEY: cache}
         )
     assert cache.stats()["groups"][0]["used"] == 0
+
+
+# Windows
+
+
+def windowed(**options):
+    return decodekit.load({"cache": {"kind": "paged", "window": 12, "sinks": 4, "block_size": 4, **options}})
+
+
+def test_a_window_goes_on_beyond_the_context_in_constant_memory(model) -> None:
+    model = copy.deepcopy(model)
+    model.config.max_position_embeddings = 32
+    prompt = list(range(3, 43))
+    # Layers: 4, of 2 K/V heads of 8, in float64: 1 KiB a token; a row has 5 blocks of 4 tokens.
+    options = {"max_new_tokens": 100, "min_new_tokens": 100, "return_dict_in_generate": True}
+    output = model.generate(torch.tensor([prompt]), **options, custom_generate=windowed(budget="21KiB"))
+    cache = getattr(output, CACHE_KEY)
+    assert cache.stats()["groups"][-1]["num_blocks"] == 5
+    assert output.sequences.shape == (1, 140)
+    with pytest.raises(RowError, match="40 tokens, the model's context holds 32"):
+        model.generate(torch.tensor([prompt]), **options, custom_generate=decodekit.load({"cache": "paged"}))
+    own = PagedCache(model.config, num_blocks=50, block_size=4, window=12, sinks=4)
+    again = model.generate(torch.tensor([prompt]), **options, custom_generate=decodekit.load({}), **{CACHE_KEY: own})
+    assert torch.equal(again.sequences, output.sequences)
+    plain = PagedCache(model.config, num_blocks=50, block_size=4, window=28, sinks=4)
+    other = model.generate(torch.tensor([prompt]), **options, custom_generate=decodekit.load({}), **{CACHE_KEY: plain})
+    assert not torch.equal(other.sequences, output.sequences)
+
+
+def test_rows_under_a_window_are_as_alone(model, padded) -> None:
+    options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": True, "num_return_sequences": 2}
+    prompts = [*PROMPTS[:3], list(range(20, 45))]
+    recipe = {"cache": {"kind": "paged", "window": 12, "block_size": 4}, "generation": {"seed": 3}}
+    decoder = decodekit.load(recipe)
+    together = model.generate(**padded(prompts), **options, custom_generate=decoder)
+    for place, prompt in enumerate(prompts):
+        alone = model.generate(torch.tensor([prompt]), **options, custom_generate=decoder)
+        assert torch.equal(together[2 * place : 2 * place + 2, -30:], alone[:, -30:])
+
+
+def test_what_a_window_cannot_do_is_refused(dense, tokenizer) -> None:
+    scores = windowed().score(dense, tokenizer, "the lamp", " is r", raw=True)
+    assert scores == pytest.approx(decodekit.load({}).score(dense, tokenizer, "the lamp", " is r", raw=True))
+    with pytest.raises(Refused, match=r"tokens cannot be scored with cache.window 12: .* up to 16 can"):
+        windowed().score(dense, tokenizer, "the lamp", " is red while it charges", raw=True)
+    with pytest.raises(InputError, match="need 3004 positions; the model has 2048"):
+        dense.generate(torch.tensor([[5, 6]]), custom_generate=windowed(window=3000))
