@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Counts:
     """What speculation did for the rows of a task.
 
     Attributes:
+        passes: forwards behind its tokens.
         rounds: forwards with a draft.
         drafted: tokens proposed.
         accepted: tokens accepted, by their place in the draft.
@@ -42,6 +44,7 @@ class Counts:
         forced: tokens that a constraint left no choice about, forwarded together with others.
     """
 
+    passes: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -127,6 +130,8 @@ class Speculation:
         self._broken: str | None = None
         self.counts: dict[int, Counts] = {}
         self.seconds = {"draft_s": 0.0, "verify_s": 0.0}
+        # Seconds of passes, by the tokens of their longest row.
+        self._timed: dict[int, list[float]] = {}
         self._proposing = 0.0
 
     def propose(self, sequences: Sequence[SequenceState]) -> list[Draft]:
@@ -199,6 +204,7 @@ class Speculation:
                 forks = [row for row, _ in paths if row != walk.sequence.row]
                 session.forwarded[walk.sequence.row] += sum(session.forwarded.pop(row, 0) for row in forks)
         self.seconds["verify_s"] += seconds
+        self._timed.setdefault(max(map(len, fan.tokens)), []).append(seconds)
         self._count(walks)
         drafts = {walk.sequence.row: walk.draft for walk in walks}
         hits = {walk.sequence.row: len(walk.accepted) for walk in walks}
@@ -267,6 +273,7 @@ class Speculation:
             if walk.draft.forced:
                 counts.forced += len(walk.accepted)
                 continue
+            counts.passes += 1
             counts.rounds += bool(len(walk.draft))
             counts.drafted += len(walk.draft)
             counts.accepted.update(range(len(walk.accepted)))
@@ -291,8 +298,10 @@ def describe(sequence: SequenceState) -> DraftRow:
 
 def _lawful(sequence: SequenceState, draft: Draft, room: int) -> Draft:
     """What the row's constraint forces, or else what it allows of the draft."""
-    if sequence.constraint is None:
-        return draft
+    if sequence.constraint is None or draft.q is not None:
+        return (
+            draft  # what was drawn is rejected by its probability of 0: left out, it would bias what is drawn instead
+        )
     if forced := sequence.constraint.forced(room):
         return Draft(forced, forced=True)
     return draft.kept(sequence.constraint.legal(draft.tokens, draft.parent_of)) if len(draft) else draft
