@@ -256,13 +256,20 @@ class Speculation:
         for count in own:
             accepted.update(count.accepted)
             tried.update(count.tried)
-        rounds, drafted = sum(count.rounds for count in own), sum(count.drafted for count in own)
+        passes, rounds = sum(count.passes for count in own), sum(count.rounds for count in own)
+        drafted, forced = sum(count.drafted for count in own), sum(count.forced for count in own)
+        plain = self._timed.get(1)
         return {
             "draft_tokens": drafted,
             "accepted_tokens": accepted.total(),
+            "forced_tokens": forced,
             "draft_rounds": rounds,
-            "forced_tokens": sum(count.forced for count in own),
+            "drafts_per_round": drafted / max(rounds, 1),
+            "tokens_per_pass": 1 + (accepted.total() + forced) / max(passes, 1),
+            "fallback_rate": 1 - rounds / max(passes, 1),
             "acceptance_by_position": [accepted[place] / tried[place] for place in sorted(tried)],
+            # T(1+g) / T(1) by g, where passes without drafts were among them.
+            "pass_cost": {width - 1: mean(took) / mean(plain) for width, took in sorted(self._timed.items()) if plain},
             **self.seconds,
             **({"drafter_error": self._broken} if self._broken is not None else {}),
         }
@@ -270,10 +277,10 @@ class Speculation:
     def _count(self, walks: Sequence[Walk]) -> None:
         for walk in walks:
             counts = self.counts.setdefault(walk.sequence.row, Counts())
+            counts.passes += 1
             if walk.draft.forced:
                 counts.forced += len(walk.accepted)
                 continue
-            counts.passes += 1
             counts.rounds += bool(len(walk.draft))
             counts.drafted += len(walk.draft)
             counts.accepted.update(range(len(walk.accepted)))
