@@ -1,4 +1,4 @@
-"""Training-free drafters beside plain decoding and transformers' prompt lookup: speed, tokens a pass and identity by category."""
+"""Training-free drafters beside plain decoding and transformers' prompt lookup: speed, tokens a pass, identity."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ MOST_PLACES = 256
 class Ngram(Drafter):
     """Prompt lookup: the longest run of last tokens that stands earlier in prompt or output, and what came after it.
 
-    Saxena, 2023, "Prompt Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding). Helps where the output repeats the
-    prompt: summaries, edits, retrieval; of no use for text that does not.
+    Saxena, 2023, "Prompt Lookup Decoding", https://github.com/apoorvumang/prompt-lookup-decoding. Helps where the output
+    repeats the prompt: summaries, edits, retrieval; of no use for text that does not.
 
     Cost: a lookup a row and pass, over an index that grows with the row; no model.
     """

@@ -13,8 +13,14 @@ from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState, Verifi
 from decodekit.core.protocols import Drafter
 from decodekit.core.shared import PerModel
 
-FALL = 3.0
-"""How many times less likely each further candidate of a token is taken to be, where a tree is laid out."""
+STEP = 3.0
+"""How many nodes deeper a draft goes along first candidates before the next candidate of a token becomes a branch."""
+
+
+EMPTY = -1
+"""Marks a successor that is not known."""
+
+_MATRICES: PerModel[list[np.ndarray]] = PerModel(list)
 
 
 class Recycle(Drafter):
@@ -46,12 +52,6 @@ class Recycle(Drafter):
         return _Recycling(self, kept[0])
 
 
-EMPTY = -1
-"""Marks a successor that is not known."""
-
-_MATRICES: PerModel[list[np.ndarray]] = PerModel(list)
-
-
 class _Recycling(DraftState):
     def __init__(self, options: Recycle, matrix: np.ndarray) -> None:
         self._options, self._matrix = options, matrix
@@ -77,7 +77,7 @@ class _Recycling(DraftState):
             ends = (ends - {parent}) | {node}
             heapq.heappush(waiting, (cost + 1.0, 2 * node + 1, 0, node, token))
             if rank + 1 < self._matrix.shape[1]:
-                heapq.heappush(waiting, (cost + FALL, 2 * node + 2, rank + 1, parent, before))
+                heapq.heappush(waiting, (cost + STEP, 2 * node + 2, rank + 1, parent, before))
         return Draft(tokens, parents)
 
     def observe(self, verified: Sequence[Verified]) -> None:

@@ -16,14 +16,20 @@ SMOOTHING = 0.1
 OUTLIER = 1.5
 """A measurement counts for at most so many times, and at least one such part, of what was expected: other processes run too."""
 
-MEMORY = 0.98
+MEMORY = 0.96
 """What a hit or miss weighs after each further one of its kind."""
 
 PROBE = 32
 """Passes after which what was given up is tried again, be it drafts or passes without."""
 
+TRUSTED = 3
+"""Measurements after which a pass with drafts tells what one without would have taken."""
+
 PRIOR_COST = 0.1
 """Seconds of one more token of a row in a pass, relative to a pass without drafts, before any has been measured."""
+
+PRIOR_TRIES = 2.0
+"""Tries that the guess for a place weighs against what was seen there."""
 
 PRIOR_WEIGHT = 4.0
 """Hits and misses that the expectation for a row weighs against its own."""
@@ -45,15 +51,30 @@ class Measured:
     rates: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def rate(self, evidence: int, place: int) -> float:
-        """How likely a token is accepted if those before it are; even before anything is known."""
+        """How likely a token is accepted if those before it are; before anything is known, as the one before it."""
         hits, tries = self.rates.get((evidence, place), (0.0, 0.0))
-        return (hits + 1) / (tries + 2)
+        prior = self.rate(evidence, place - 1) if place else 0.5
+        return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)
 
     def cost(self, batch: int, shape: Shape) -> float:
         """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be."""
         if (known := self.seconds.get((batch, shape))) is not None:
             return known[0]
-        return 1 + PRIOR_COST * (shape[0] * shape[1] / batch - 1)
+        more = shape[0] * shape[1] / batch - 1
+        slopes = [
+            (seconds - 1) / (rows * width / batch - 1)
+            for (size, (rows, width)), (seconds, _) in self.seconds.items()
+            if size == batch
+        ]
+        return 1 + more * max(0.0, min([PRIOR_COST, *slopes]))
+
+    def count(self, batch: int, shape: Shape) -> int:
+        """How often this was measured."""
+        return self.seconds.get((batch, shape), (0.0, 0))[1]
+
+    def knows(self, batch: int) -> bool:
+        """Whether passes with drafts of so many rows have been measured."""
+        return any(rows == batch for rows, _ in self.seconds)
 
     def time(self, batch: int, shape: Shape, seconds: float) -> None:
         """Note a measurement of these relative seconds."""
@@ -83,8 +104,8 @@ class Schedule:
         self._lengths: dict[int, int] = {}
         # Of each row, tokens that were accepted and expected to be.
         self._luck: dict[int, tuple[float, float]] = {}
-        # Seconds of a pass without drafts, as far as this call has shown; of proposing, by length.
-        self._unit: float | None = None
+        # By rows, seconds of a pass without drafts in this call, and of how many; by length, seconds of proposing.
+        self._units: dict[int, tuple[float, int]] = {}
         self._drafting: dict[int, float] = {}
         self._without = self._with = 0
 
@@ -141,7 +162,7 @@ class Schedule:
                 won, tried = self._measured.rates.get(key, (0.0, 0.0))
                 self._measured.rates[key] = (MEMORY * won + (place < hits), MEMORY * tried + 1)
             won, due = self._luck.get(row, (PRIOR_WEIGHT, PRIOR_WEIGHT))
-            self._luck[row] = (won + hits, due + expected)
+            self._luck[row] = (MEMORY * won + hits, MEMORY * due + expected)
             length = self._lengths.get(row, self._most)
             self._lengths[row] = min(self._most, length + 2) if hits == depth else max(1, length - 1)
         longest = max(depths.values())
@@ -153,29 +174,41 @@ class Schedule:
 
     def _time(self, batch: int, shape: Shape, seconds: float) -> None:
         """Learn what a pass without drafts takes in this call, and what others take beside it in any."""
-        expected = self._measured.cost(batch, shape)
-        unit = seconds / expected if self._unit is None else self._unit
-        seen = min(max(seconds / unit, expected / OUTLIER), expected * OUTLIER)
-        self._unit = unit * (1 + SMOOTHING * (seen / expected - 1))
-        if shape != (batch, 1):
+        expected, known = self._measured.cost(batch, shape), self._measured.count(batch, shape)
+        plain = shape == (batch, 1)
+        unit, passes = self._units.get(batch, (seconds / expected, 0))
+        seen = seconds / unit
+        if plain or known:
+            seen = min(max(seen, expected / OUTLIER), expected * OUTLIER)
+        if plain or known >= TRUSTED:
+            # The first passes of a call are the slowest: they must not count for long.
+            passes += 1
+            unit *= 1 + max(SMOOTHING, 1 / passes) * (seen / expected - 1)
+        self._units[batch] = unit, passes
+        if not plain:
             self._measured.time(batch, shape, seen)
 
     def _best(self, rows: Sequence[int], drafts: Sequence[Draft]) -> int:
         """The length to which to cut these drafts for most tokens a second."""
         longest = min(self._most, max(map(len, drafts)))
-        if self._without >= PROBE:
+        if self._without >= PROBE or self._is_cold(len(rows)):
             return 0
         gains = [self._gain(rows, drafts, length) for length in range(longest + 1)]
         first = 1 if self._with >= PROBE and longest else 0
         return max(range(first, longest + 1), key=gains.__getitem__)
+
+    def _is_cold(self, batch: int) -> bool:
+        """Whether passes without drafts must show first what others are measured beside."""
+        _, passes = self._units.get(batch, (0.0, 0))
+        return not passes and not (self._cheap and self._measured.knows(batch))
 
     def _gain(self, rows: Sequence[int], drafts: Sequence[Draft], length: int) -> float:
         """Expected tokens for the seconds of a pass without drafts."""
         cut = [_cut(draft, length) for draft in drafts]
         tokens = sum(self._tokens(row, draft) for row, draft in zip(rows, cut, strict=True))
         cost = self._measured.cost(len(rows), _shape(cut))
-        if not self._cheap and length and self._unit:
-            cost += self._drafting.get(length, 0.0) / self._unit
+        if not self._cheap and length:
+            cost += self._drafting.get(length, 0.0) / self._units[len(rows)][0]
         return tokens / cost
 
     def _tokens(self, row: int, draft: Draft) -> float:

@@ -13,7 +13,7 @@ class Oracle(Drafter):
     """Right with probability ``right`` a token; a tree where ``tree``; silent at ``silent`` places of the output."""
 
     kind: Literal["oracle"] = "oracle"
-    truth: dict[tuple[int, ...], list[int]] = {}
+    truth: dict[tuple[int, ...], list[int]]
     right: float = 0.7
     tree: bool = False
     silent: tuple[int, ...] = ()
