@@ -30,13 +30,11 @@ class _Run:
 
     Attributes:
         seconds: of all of it.
-        tokens: that came out, all rows together.
-        passes: of the model, the prefill not counted, times the rows.
+        passes: forwards of the model, the prefill not counted.
         output: [R, T].
     """
 
     seconds: float
-    tokens: int
     passes: int
     output: Tensor
 
@@ -48,6 +46,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
 
     - ``speedup``: seconds of plain decoding over those of the method, summed over the prompts.
     - ``low``, ``high``: its 95 % interval over resampled prompts, each with both its times.
+    - ``tokens_a_pass``: passes of plain decoding, which give a token each, over those of the method.
     - ``slower``: prompts on which it took longer than plain decoding.
     - ``identical``: prompts on which the tokens are plain decoding's.
     """
@@ -116,8 +115,7 @@ def _decode(
         seconds = time.perf_counter() - started
     finally:
         hook.remove()
-    new = output[:, inputs["input_ids"].shape[1] :]
-    return _Run(seconds, int((new != tokenizer.pad_token_id).sum()), (passes - 1) * len(prompts), output)
+    return _Run(seconds, passes - 1, output)
 
 
 def _row(name: str, group: str, batch: int, plain: Sequence[_Run], own: Sequence[_Run]) -> dict[str, Any]:
@@ -131,8 +129,7 @@ def _row(name: str, group: str, batch: int, plain: Sequence[_Run], own: Sequence
         "speedup": _ratio(pairs),
         "low": low,
         "high": high,
-        # Each row's first token comes from its prompt.
-        "tokens_a_pass": sum(run.tokens - batch for run in own) / max(1, sum(run.passes for run in own)),
+        "tokens_a_pass": sum(run.passes for run in plain) / max(1, sum(run.passes for run in own)),
         "slower": sum(second > first for first, second in pairs),
         "identical": sum(torch.equal(first.output, second.output) for first, second in zip(plain, own, strict=True)),
     }
