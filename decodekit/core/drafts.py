@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from decodekit.core.errors import PluginError
 from decodekit.core.random import Stream
 from decodekit.core.types import BranchOutputs
+
+MOST_EVIDENCE = 16
+"""Amounts of evidence from which on no more is told apart."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,15 @@ class Draft:
             children, and no two children of a parent have the same token.
         q: [G, V] the distribution that each token was drawn from, given its parent; left out where none was drawn from.
         forced: nobody proposed it: a constraint leaves no other way to go on.
+        evidence: how much speaks for it, such as the length of a match, at most ``MOST_EVIDENCE``; acceptance is measured for
+            each amount apart, so that the schedule knows which drafts to cut.
     """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] | None = None
     q: Tensor | None = None
     forced: bool = False
+    evidence: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,6 +87,8 @@ class Draft:
 
     def leaves(self) -> list[int]:
         """The nodes that nothing follows, in order."""
+        if self.parents is None:
+            return [len(self.tokens) - 1] if self.tokens else []
         inner = set(self.parent_of)
         return [node for node in range(len(self.tokens)) if node not in inner]
 
@@ -91,7 +99,24 @@ class Draft:
         place = {-1: -1, **{node: own for own, node in enumerate(nodes)}}
         parents = [place[self.parent_of[node]] for node in nodes]
         q = None if self.q is None else self.q[list(nodes)]
-        return Draft([self.tokens[node] for node in nodes], parents, q)
+        return replace(self, tokens=[self.tokens[node] for node in nodes], parents=parents, q=q)
+
+    @property
+    def depth(self) -> int:
+        """Nodes of its longest path."""
+        if self.parents is None:
+            return len(self.tokens)
+        depths = list[int]()
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else 1 + depths[parent])
+        return max(depths, default=0)
+
+    def pruned(self, most: int) -> Draft:
+        """Its first ``most`` nodes; their parents are among them."""
+        if len(self.tokens) <= most:
+            return self
+        parents = None if self.parents is None else self.parents[:most]
+        return replace(self, tokens=self.tokens[:most], parents=parents, q=None if self.q is None else self.q[:most])
 
     def check(self, budget: int, vocab: int, kind: str) -> None:
         """Refuse what cannot be verified.
@@ -124,13 +149,14 @@ class Verified:
 
     Attributes:
         row: the row as it is now.
+        before: the token that was its last before the draft.
         accepted: the nodes that were accepted, in order.
         draft: what was proposed.
-        outputs: the main branch's outputs at the row itself and after each node, [1 + G, ...]: of the token that was last
-            before the draft, then of the draft's.
+        outputs: the main branch's outputs at the row itself and after each node, [1 + G, ...].
     """
 
     row: DraftRow
+    before: int
     accepted: Sequence[int]
     draft: Draft
     outputs: BranchOutputs

@@ -180,6 +180,8 @@ class BranchOutputs:
     def concatenate(parts: Sequence[BranchOutputs]) -> BranchOutputs:
         """The positions of several outputs of one model, in order."""
         first = parts[0]
+        if len(parts) == 1:
+            return first
         hidden = {layer: torch.cat([part.hidden(layer) for part in parts]) for layer in first.layers}
         return BranchOutputs(torch.cat([part.logits for part in parts]), hidden, first._readout)
 

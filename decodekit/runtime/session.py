@@ -356,7 +356,8 @@ class PagedSession(Session):
                 if wanted[place]:
                     end = (position + 1) * width
                     index = torch.arange(end - wanted[place], end, device=outputs.logits.device)
-                    parts[place].append(outputs.select(index))
+                    whole = wanted[place] == len(outputs.logits)
+                    parts[place].append(outputs if whole else outputs.select(index))
                 waiting[place] = waiting[place][len(chunks[place]) :]
                 if not waiting[place]:
                     del waiting[place]

@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decodekit.core.drafts import Draft, DraftRow, Verified
+from decodekit.core.drafts import Draft, DraftRow, DraftState, Verified
 from decodekit.core.errors import DecodekitError
 from decodekit.core.protocols import Drafter
 from decodekit.core.random import TOKEN_LANE, VERIFY_LANE, inverse_cdf, uniform
@@ -35,6 +36,7 @@ class Counts:
     """What speculation did for the rows of a task.
 
     Attributes:
+        passes: forwards behind its tokens.
         rounds: forwards with a draft.
         drafted: tokens proposed.
         accepted: tokens accepted, by their place in the draft.
@@ -42,6 +44,7 @@ class Counts:
         forced: tokens that a constraint left no choice about, forwarded together with others.
     """
 
+    passes: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -122,23 +125,26 @@ class Speculation:
         self._host, self._vocab = host, host.vocab
         with guarded(drafter, "start"):
             self._state = drafter.start(host)
-        self._schedule = Schedule(drafter)
+        self._schedule = Schedule(drafter, host.model)
+        self._observes = type(self._state).observe is not DraftState.observe
         self._broken: str | None = None
         self.counts: dict[int, Counts] = {}
         self.seconds = {"draft_s": 0.0, "verify_s": 0.0}
+        # Seconds of passes, by the tokens of their longest row.
+        self._timed: dict[int, list[float]] = {}
         self._proposing = 0.0
 
     def propose(self, sequences: Sequence[SequenceState]) -> list[Draft]:
         """[P] drafts; a drafter that fails is left out from then on."""
         room = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
-        budgets = self._schedule.budgets([sequence.row for sequence in sequences], room)
+        rows = [sequence.row for sequence in sequences]
+        budgets = self._schedule.budgets(rows, room)
         started = time.perf_counter()
         drafts = [Draft()] * len(sequences)
         if self._broken is None and any(budgets):
             try:
                 with guarded(self._drafter, "propose"):
-                    rows = [describe(sequence) for sequence in sequences]
-                    drafts = list(self._state.propose(rows, budgets))
+                    drafts = list(self._state.propose([describe(sequence) for sequence in sequences], budgets))
                     for draft, budget in zip(drafts, budgets, strict=True):
                         draft.check(budget, self._vocab, self._drafter.kind)
             except DecodekitError as error:
@@ -146,7 +152,8 @@ class Speculation:
                 drafts = [Draft()] * len(sequences)
         self._proposing = time.perf_counter() - started
         self.seconds["draft_s"] += self._proposing
-        return [_lawful(*own) for own in zip(sequences, drafts, room, strict=True)]
+        drafts = [_lawful(*own) for own in zip(sequences, drafts, room, strict=True)]
+        return self._schedule.cut(rows, drafts) if any(map(len, drafts)) else drafts
 
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
         """What to feed; a row whose draft is a tree is forked for every leaf."""
@@ -197,15 +204,13 @@ class Speculation:
                 forks = [row for row, _ in paths if row != walk.sequence.row]
                 session.forwarded[walk.sequence.row] += sum(session.forwarded.pop(row, 0) for row in forks)
         self.seconds["verify_s"] += seconds
+        self._timed.setdefault(max(map(len, fan.tokens)), []).append(seconds)
         self._count(walks)
-        depths = {walk.sequence.row: _depth(walk.draft) for walk in walks if not walk.draft.forced}
+        drafts = {walk.sequence.row: walk.draft for walk in walks}
         hits = {walk.sequence.row: len(walk.accepted) for walk in walks}
-        self._schedule.observe(depths, hits, seconds, self._proposing)
-        verified = []
-        for walk, base in zip(walks, fan.bases, strict=True):
-            index = torch.arange(base, base + 1 + len(walk.draft), device=outputs.logits.device)
-            verified.append(Verified(describe(walk.sequence), walk.accepted, walk.draft, outputs.select(index)))
-        self._tell("observe", lambda: self._state.observe(verified))
+        self._schedule.observe(drafts, hits, seconds, self._proposing)
+        if self._observes:
+            self._tell("observe", lambda: self._state.observe(_verified(walks, fan, outputs)))
 
     def choose(self, walk: Walk, logits: Tensor, picked: int, *, sample: bool) -> int:
         """The token after the node that a sequence stands at; notes which of the node's children it is.
@@ -251,13 +256,20 @@ class Speculation:
         for count in own:
             accepted.update(count.accepted)
             tried.update(count.tried)
-        rounds, drafted = sum(count.rounds for count in own), sum(count.drafted for count in own)
+        passes, rounds = sum(count.passes for count in own), sum(count.rounds for count in own)
+        drafted, forced = sum(count.drafted for count in own), sum(count.forced for count in own)
+        plain = self._timed.get(1)
         return {
             "draft_tokens": drafted,
             "accepted_tokens": accepted.total(),
+            "forced_tokens": forced,
             "draft_rounds": rounds,
-            "forced_tokens": sum(count.forced for count in own),
+            "drafts_per_round": drafted / max(rounds, 1),
+            "tokens_per_pass": 1 + (accepted.total() + forced) / max(passes, 1),
+            "fallback_rate": 1 - rounds / max(passes, 1),
             "acceptance_by_position": [accepted[place] / tried[place] for place in sorted(tried)],
+            # T(1+g) / T(1) by g, where passes without drafts were among them.
+            "pass_cost": {width - 1: mean(took) / mean(plain) for width, took in sorted(self._timed.items()) if plain},
             **self.seconds,
             **({"drafter_error": self._broken} if self._broken is not None else {}),
         }
@@ -265,6 +277,7 @@ class Speculation:
     def _count(self, walks: Sequence[Walk]) -> None:
         for walk in walks:
             counts = self.counts.setdefault(walk.sequence.row, Counts())
+            counts.passes += 1
             if walk.draft.forced:
                 counts.forced += len(walk.accepted)
                 continue
@@ -272,7 +285,7 @@ class Speculation:
             counts.drafted += len(walk.draft)
             counts.accepted.update(range(len(walk.accepted)))
             # A place was tried if all before it had been accepted.
-            counts.tried.update(range(min(_depth(walk.draft), len(walk.accepted) + 1)))
+            counts.tried.update(range(min(walk.draft.depth, len(walk.accepted) + 1)))
 
     def _tell(self, hook: str, call: Callable[[], None]) -> None:
         if self._broken is not None:
@@ -292,12 +305,21 @@ def describe(sequence: SequenceState) -> DraftRow:
 
 def _lawful(sequence: SequenceState, draft: Draft, room: int) -> Draft:
     """What the row's constraint forces, or else what it allows of the draft."""
-    if sequence.constraint is None:
-        return draft
+    if sequence.constraint is None or draft.q is not None:
+        return (
+            draft  # what was drawn is rejected by its probability of 0: left out, it would bias what is drawn instead
+        )
     if forced := sequence.constraint.forced(room):
         return Draft(forced, forced=True)
     return draft.kept(sequence.constraint.legal(draft.tokens, draft.parent_of)) if len(draft) else draft
 
 
-def _depth(draft: Draft) -> int:
-    return max((len(draft.path(leaf)) for leaf in draft.leaves()), default=0)
+def _verified(walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs) -> list[Verified]:
+    verified = []
+    for walk, base, paths in zip(walks, fan.bases, fan.paths, strict=True):
+        own = outputs
+        if len(walks) > 1:
+            own = outputs.select(torch.arange(base, base + 1 + len(walk.draft), device=outputs.logits.device))
+        before = fan.tokens[fan.rows.index(paths[0][0])][0]
+        verified.append(Verified(describe(walk.sequence), before, walk.accepted, walk.draft, own))
+    return verified

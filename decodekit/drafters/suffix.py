@@ -1,0 +1,200 @@
+"""Propose what most often followed the longest suffix that occurred before, in this request or in earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from decodekit.core.drafts import MOST_EVIDENCE, Draft, DraftHost, DraftRow, DraftState
+from decodekit.core.protocols import Drafter
+from decodekit.core.shared import PerModel
+
+BETWEEN = -1
+"""Stands between the texts of one automaton; no text holds it."""
+
+MOST_COUNTED = 64
+"""Suffixes of a token whose counts are kept up, longest first, so that no text makes a step long."""
+
+
+class Suffix(Drafter):
+    """Suffix automata over the text of a row and over earlier requests of the same model.
+
+    Oliaro et al., 2024, arXiv:2411.04975: the longest suffix of the text that occurred before, and from there the token that
+    followed most often, again and again, for at most twice the length of the match. Helps wherever texts repeat themselves or
+    each other: agents, templates, lists, retrieval. What earlier requests held shows in seconds, never in tokens: share a model
+    between people who must not learn even that with ``memory: 0``.
+
+    Cost: amortised O(1) a token; about 0.5 kB a token remembered; no model.
+    """
+
+    cost: ClassVar[str] = "O(1) a token"
+
+    kind: Literal["suffix"] = "suffix"
+    max_tokens: int = Field(8, ge=1, le=256, description="most tokens of a draft")
+    memory: int = Field(1 << 17, ge=0, description="most tokens of earlier requests that are remembered for a model")
+
+    def start(self, host: DraftHost) -> DraftState:
+        """An automaton a row, beside that of earlier requests."""
+        return _Suffixes(_CORPORA.of(host.model, self.memory) if self.memory else Corpus(), self.memory)
+
+
+class Automaton:
+    """The suffix automaton of a text that grows (Blumer et al., 1985), with counts.
+
+    A state is a set of substrings that end at the same places; state 0 is the empty one.
+
+    Attributes:
+        size: tokens it holds.
+        last: the state of the whole text.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.last = 0
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
+        self._recent = [0]
+
+    def extend(self, token: int) -> None:
+        """Append a token."""
+        new, before = self._add({}, self._length[self.last] + 1, 0), self.last
+        while before >= 0 and token not in self._next[before]:
+            self._next[before][token] = new
+            before = self._link[before]
+        self._link[new] = 0 if before < 0 else self._split(before, token)
+        self.last, self.size = new, self.size + 1
+        state = new
+        for _ in range(MOST_COUNTED):
+            if state <= 0:
+                break
+            self._count[state] += 1
+            self._recent[state] = self.size
+            state = self._link[state]
+
+    def _split(self, before: int, token: int) -> int:
+        """The state of exactly the substrings that end with ``token`` after those of ``before``."""
+        found = self._next[before][token]
+        if self._length[before] + 1 == self._length[found]:
+            return found
+        clone = self._add({**self._next[found]}, self._length[before] + 1, self._count[found])
+        self._link[clone], self._recent[clone] = self._link[found], self._recent[found]
+        self._link[found] = clone
+        while before >= 0 and self._next[before].get(token) == found:
+            self._next[before][token] = clone
+            before = self._link[before]
+        return clone
+
+    def _add(self, following: dict[int, int], length: int, count: int) -> int:
+        self._next.append(following)
+        self._link.append(-1)
+        self._length.append(length)
+        self._count.append(count)
+        self._recent.append(self.size)
+        return len(self._next) - 1
+
+    def repeated(self) -> tuple[int, int]:
+        """The longest suffix of the text that also occurs earlier in it: its state and length."""
+        state = max(0, self._link[self.last])
+        return state, self._length[state]
+
+    def walk(self, state: int, match: int, token: int) -> tuple[int, int]:
+        """From the longest suffix of another text that occurs here, to that of the text with one token more."""
+        # States may have been split since: of those that hold the suffix, the one on the way of its links.
+        while state and self._length[self._link[state]] >= match:
+            state = self._link[state]
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            match = self._length[state]
+        following = self._next[state].get(token)
+        return (0, 0) if following is None else (following, match + 1)
+
+    def continuation(self, state: int, most: int) -> list[int]:
+        """What followed most often, at each step; the latest of those that did as often."""
+        tokens = list[int]()
+        while len(tokens) < most:
+            following = self._next[state]
+            choice = max(
+                following,
+                key=lambda token: (self._count[following[token]], self._recent[following[token]]),
+                default=BETWEEN,
+            )
+            if choice == BETWEEN:
+                break
+            tokens.append(choice)
+            state = following[choice]
+        return tokens
+
+
+class Corpus:
+    """Automata over earlier texts: one that grows, and the one before it, so that what is old is forgotten by halves."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.automata: list[Automaton] = [Automaton()]
+
+    def add(self, text: Sequence[int], memory: int) -> None:
+        """Remember a text."""
+        with self.lock:
+            if self.automata[-1].size + len(text) > memory // 2:
+                self.automata = [self.automata[-1], Automaton()]
+            for token in text[-(memory // 2) :]:
+                self.automata[-1].extend(token)
+            self.automata[-1].extend(BETWEEN)
+
+
+_CORPORA: PerModel[Corpus] = PerModel(Corpus)
+
+
+class _Suffixes(DraftState):
+    def __init__(self, corpus: Corpus, memory: int) -> None:
+        self._corpus, self._memory = corpus, memory
+        self._rows: dict[int, _Row] = {}
+
+    def propose(self, rows: Sequence[DraftRow], budgets: Sequence[int]) -> Sequence[Draft]:
+        drafts = []
+        for row, budget in zip(rows, budgets, strict=True):
+            known = self._rows.setdefault(row.row, _Row())
+            with self._corpus.lock:
+                known.read(row.ids, self._corpus.automata)
+                match, tokens = known.continuation(budget)
+            drafts.append(Draft(tokens, evidence=min(match, MOST_EVIDENCE)))
+        return drafts
+
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if (known := self._rows.pop(row, None)) is not None and self._memory:
+                self._corpus.add(known.ids, self._memory)
+
+    def close(self) -> None:
+        self.release([*self._rows])
+
+
+class _Row:
+    """One text: its own automaton, and where it stands in those of earlier texts."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._own = Automaton()
+        self._places: dict[Automaton, tuple[int, int]] = {}
+
+    def read(self, ids: Sequence[int], earlier: Sequence[Automaton]) -> None:
+        """The text has grown to this."""
+        new = ids[len(self.ids) :]
+        self._places = {own: self._places.get(own, (0, 0)) for own in earlier}
+        for token in new:
+            self._own.extend(token)
+        for own in self._places:
+            for token in new:
+                self._places[own] = own.walk(*self._places[own], token)
+        self.ids += new
+
+    def continuation(self, budget: int) -> tuple[int, list[int]]:
+        """How many tokens match, and what followed them; the text's own past comes first among equals."""
+        places = [(self._own, *self._own.repeated()), *((own, *place) for own, place in self._places.items())]
+        best, state, match = max(places, key=lambda place: place[2])
+        return (match, best.continuation(state, min(budget, 2 * match))) if match else (0, [])

@@ -1,0 +1,124 @@
+import random
+
+import pytest
+import torch
+
+from decodekit.core.drafts import Draft
+from decodekit.drafters.ngram import Ngram
+from decodekit.runtime.schedule import PROBE, Measured, Schedule
+
+
+class Model:
+    """Any object that can be a key."""
+
+
+def simulate(schedule, passes, *, rates, cost, evidence=0, batch=1, seed=0):
+    """Passes over rows whose drafted tokens are accepted with these rates by place; lengths, tokens and seconds."""
+    rng = random.Random(seed)
+    lengths, tokens, seconds = [], 0, 0.0
+    rows = list(range(batch))
+    for _ in range(passes):
+        budgets = schedule.budgets(rows, [100] * batch)
+        drafts = schedule.cut(rows, [Draft([0] * budget, evidence=evidence) for budget in budgets])
+        hits = []
+        for draft in drafts:
+            place = 0
+            while place < len(draft) and rng.random() < rates[place]:
+                place += 1
+            hits.append(place)
+        took = cost(max(map(len, drafts)))
+        schedule.observe(dict(enumerate(drafts)), dict(enumerate(hits)), took, 0.0)
+        lengths.append(max(map(len, drafts)))
+        tokens += batch + sum(hits)
+        seconds += took
+    return lengths, tokens, seconds
+
+
+def best_rate(rates, cost):
+    """Tokens a second of the best constant length."""
+    expected = [1.0]
+    for place in range(len(rates)):
+        reached = 1.0
+        for rate in rates[: place + 1]:
+            reached *= rate
+        expected.append(expected[-1] + reached)
+    return max(tokens / cost(length) for length, tokens in enumerate(expected))
+
+
+def linear(slope):
+    return lambda length: 0.02 * (1 + slope * length)
+
+
+def stepped(length):
+    """Passes of 4 to 8 tokens take as long as each other, and less than those of 2 or 3."""
+    return 0.02 * [1.0, 1.8, 2.5, 1.6, 1.6, 1.65][length]
+
+
+@pytest.mark.parametrize("rates", [[0.9] * 5, [0.6] * 5, [0.3] * 5, [0.05] * 5, [0.9, 0.9, 0.1, 0.1, 0.1]])
+@pytest.mark.parametrize("cost", [linear(0.05), linear(0.3), linear(1.0), stepped])
+def test_dynamic_comes_close_to_the_best_constant_length(rates, cost) -> None:
+    schedule = Schedule(Ngram(), Model())
+    simulate(schedule, 100, rates=rates, cost=cost)
+    _, tokens, seconds = simulate(schedule, 600, rates=rates, cost=cost, seed=1)
+    assert tokens / seconds > 0.92 * best_rate(rates, cost)
+
+
+def test_speculation_is_switched_off_where_it_loses_and_tried_again() -> None:
+    schedule = Schedule(Ngram(), Model())
+    simulate(schedule, 60, rates=[0.02] * 5, cost=linear(0.5))
+    lengths, *_ = simulate(schedule, 10 * PROBE, rates=[0.02] * 5, cost=linear(0.5))
+    assert 5 <= sum(map(bool, lengths)) <= 20
+    lengths, *_ = simulate(schedule, 30 * PROBE, rates=[0.98] * 5, cost=linear(0.05))
+    assert sum(lengths[-50:]) > 150
+
+
+def test_what_a_model_showed_holds_for_the_next_call() -> None:
+    model = Model()
+    simulate(Schedule(Ngram(), model), 200, rates=[0.02] * 5, cost=linear(0.5))
+    lengths, *_ = simulate(Schedule(Ngram(), model), 20, rates=[0.02] * 5, cost=linear(0.5))
+    assert sum(map(bool, lengths)) <= 1
+    lengths, *_ = simulate(Schedule(Ngram(), Model()), 20, rates=[0.02] * 5, cost=linear(0.5))
+    assert sum(map(bool, lengths)) > 1
+
+
+def test_drafts_with_more_evidence_are_longer() -> None:
+    schedule = Schedule(Ngram(), Model())
+    for _ in range(40):
+        simulate(schedule, 5, rates=[0.1] * 5, cost=linear(0.2), evidence=1)
+        simulate(schedule, 5, rates=[0.95] * 5, cost=linear(0.2), evidence=3)
+    weak, strong = (schedule.cut([0], [Draft([0] * 5, evidence=own)])[0] for own in (1, 3))
+    assert len(weak) < len(strong) == 5
+
+
+def test_what_was_drawn_or_is_forced_is_not_cut() -> None:
+
+    schedule = Schedule(Ngram(), Model())
+    simulate(schedule, 100, rates=[0.0] * 5, cost=linear(2.0))
+    assert len(schedule.cut([0], [Draft([0] * 5)])[0]) == 0
+    assert len(schedule.cut([0], [Draft([0] * 5, forced=True)])[0]) == 5
+    assert len(schedule.cut([0], [Draft([0] * 5, q=torch.ones(5, 3))])[0]) == 5
+
+
+def test_constant_and_heuristic_lengths() -> None:
+    constant = Schedule(Ngram(schedule="constant"), Model())
+    assert set(simulate(constant, 20, rates=[0.0] * 5, cost=linear(1.0))[0]) == {5}
+    heuristic = Schedule(Ngram(schedule="heuristic"), Model())
+    assert simulate(heuristic, 6, rates=[0.0] * 5, cost=linear(1.0))[0] == [5, 4, 3, 2, 1, 1]
+    assert simulate(heuristic, 4, rates=[1.0] * 5, cost=linear(1.0))[0] == [1, 3, 5, 5]
+
+
+def test_room_bounds_every_length() -> None:
+    assert Schedule(Ngram(schedule="constant"), Model()).budgets([0, 1, 2], [0, 3, 9]) == [0, 3, 5]
+
+
+def test_unmeasured_shapes_are_guessed_low() -> None:
+    measured = Measured()
+    assert measured.cost(1, (1, 1)) == 1.0
+    assert measured.cost(1, (1, 4)) == pytest.approx(1.3)
+    measured.time(1, (1, 4), 2.0)
+    measured.time(1, (1, 4), 1.0)
+    assert measured.cost(1, (1, 4)) == 1.5
+    assert measured.cost(1, (1, 7)) == pytest.approx(1.6)
+    measured.time(1, (1, 3), 1.1)
+    assert measured.cost(1, (1, 7)) == pytest.approx(1.3)
+    assert measured.cost(8, (8, 2)) == pytest.approx(1.1)
