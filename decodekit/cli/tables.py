@@ -38,7 +38,8 @@ def _options(plugin: type[Plugin]) -> str:
         # An empty default means "not given": there is nothing to show.
         empty = default is None or (hasattr(default, "__len__") and not default)
         if name != "kind":
-            shown.append(f"`{name}`" if empty else f"`{name}` ({default})")
+            value = str(default).replace("\n", "\\n")
+            shown.append(f"`{name}`" if empty else f"`{name}` ({value})")
     return ", ".join(shown)
 
 

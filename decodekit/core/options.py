@@ -68,6 +68,16 @@ RecipePath = Annotated[Path, BeforeValidator(_beside_its_file)]
 """The type of an option that names a file: absolute, and relative paths start at the recipe file that wrote them."""
 
 
+def _model_beside_its_file(value: Any) -> Any:
+    if isinstance(value, Written) and (value.startswith(("./", "../")) or (value.directory / value).is_dir()):
+        return os.path.normpath(value.directory / value)
+    return value
+
+
+ModelName = Annotated[str, BeforeValidator(_model_beside_its_file)]
+"""The type of an option that names a model: an id, or a folder, which where it is relative starts at its recipe file."""
+
+
 def shown(value: Any) -> str:
     """A value as a recipe writes it, cut to fit in a line."""
     words = {True: "true", False: "false", None: "null"}

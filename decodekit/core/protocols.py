@@ -93,6 +93,13 @@ class TokenStrategy(Plugin):
         """The cached streams that a sequence of this request needs, the one named ``main`` first."""
         return (Branch("main", request.prompt_ids),)
 
+    def models(self) -> tuple[str, ...]:
+        """The other models that branches run on: ids, folders, or names for ``Decoder.bind(models=...)``.
+
+        They are fed the tokens of the main model, so they must have its vocabulary.
+        """
+        return ()
+
     def hidden_layers(self, config: Any) -> tuple[int, ...]:
         """The hidden layers (0 is the embedding, N the last) that ``score`` reads.
 

@@ -97,7 +97,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     started = time.perf_counter()
     compat.check_model(model)
     settings = resolve(model, prepared, recipe, given.named)
-    plan = _plan(recipe, settings, given)
+    plan, prepared, given = _take_guidance(_plan(recipe, settings, given), prepared, given)
     prompts = _prompt_count(prepared)
     _check_inputs(given, plan, prompts)
     outputs = 1
@@ -227,6 +227,25 @@ def _task(sequence: SequenceState, plan: Plan) -> Task:
     return PlainTask(sequence) if plan.sequence is None else SequenceTask(sequence, plan.sequence)
 
 
+def _take_guidance(plan: Plan, prepared: compat.Prepared, given: Given) -> tuple[Plan, compat.Prepared, Given]:
+    """Let the guidance that ``generate`` was asked for set the strategy, instead of guiding a second time."""
+    guidance, others = compat.guidance(prepared)
+    if guidance is None or "guidance_scale" not in type(plan.strategy).model_fields:
+        return plan, prepared, given
+    guided = plan.strategy.model_copy(update={"guidance_scale": guidance.scale})
+    plan = dataclasses.replace(plan, strategy=guided)
+    prepared = dataclasses.replace(prepared, logits_processor=others)
+    if guidance.negative_prompts is not None:
+        prompts, found = _prompt_count(prepared), len(guidance.negative_prompts)
+        if found not in (1, prompts):
+            raise InputError(f"negative_prompt_ids has {found} rows; expected 1 or one a prompt, {prompts}")
+        negatives = guidance.negative_prompts * (prompts if found == 1 else 1)
+        inputs = given.inputs or [{}] * prompts
+        merged = [{**own, "negative_prompt": ids} for own, ids in zip(inputs, negatives, strict=True)]
+        given = dataclasses.replace(given, inputs=merged)
+    return plan, prepared, given
+
+
 def _prompt_count(prepared: compat.Prepared) -> int:
     """Prompts of the call; ``generate`` has already repeated each of them."""
     call = prepared.config
@@ -301,7 +320,7 @@ def _requests(prepared: compat.Prepared, given: Given, prompts: int, seed: int) 
         own_seed = _seed(inputs, seed, index)
         stream = Stream(own_seed, seen[own_seed, prompt], prompt_digest(prompt))
         seen[own_seed, prompt] += 1
-        requests.append(Request(row, prompt, stream, index, inputs, encode))
+        requests.append(Request(row, prompt, stream, index, inputs, encode, given.tokenizer))
     return requests
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.cache.prefix import Prompt
 from decodekit.core import compat
 from decodekit.core.errors import Refused
+from decodekit.core.few_rows import few_rows
 from decodekit.core.heads import readout
 from decodekit.core.types import BranchOutputs
 from decodekit.runtime.forward import RaggedForward, Stepper
@@ -299,6 +300,12 @@ class PagedSession(Session):
         self._again = {key: self._again[parent] for key, parent in source.items() if parent in self._again}
         if len(forks) > len(set(forks.values())):
             self._direct |= self._reads_blocks()
+
+    @override
+    @contextmanager
+    def optimized(self) -> Iterator[None]:
+        with super().optimized(), few_rows(self.model):
+            yield
 
     @override
     def close(self) -> None:

@@ -173,12 +173,6 @@ class TextCall:
         """The log-probabilities of these tokens after the one prompt."""
         if self._errors:
             raise InputError(self._errors[0])
-        context = compat.context_length(self._model)
-        if context is not None and len(self._prompts[0]) + len(ids) > context:
-            raise InputError(
-                f"the prompt has {len(self._prompts[0])} tokens and the continuation {len(ids)}; the model's context holds "
-                f"{context} in all"
-            )
         # One row, whose tokens are all known, in one forward.
         options = {"num_return_sequences": 1, "prefill_chunk_size": None}
         generation = self._recipe.generation.model_copy(update=options)
@@ -186,8 +180,14 @@ class TextCall:
         call = assemble(
             self._model, self._prepare(self._prompts), recipe, dataclasses.replace(self._given, scoring=True)
         )
-        if call.tasks[0].root.error is not None:
-            raise InputError(call.tasks[0].root.error)
+        sequence = call.tasks[0].root
+        if sequence.error is not None:
+            raise InputError(sequence.error)
+        length, context = len(sequence.request.prompt_ids), sequence.limits.context
+        if context is not None and length + len(ids) > context:
+            raise InputError(
+                f"the prompt has {length} tokens and the continuation {len(ids)}; the model's context holds {context} in all"
+            )
         return call.loop.score(ids)
 
 
