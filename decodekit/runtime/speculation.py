@@ -134,6 +134,13 @@ class Speculation:
         self._timed: dict[int, list[float]] = {}
         self._proposing = 0.0
 
+    def prefilled(self, sequences: Sequence[SequenceState]) -> None:
+        """Tell the drafter what the prompts gave, if it reads that."""
+        if self._drafter.reads_prompt:
+            hidden = [self._sessions[0].prompt_hidden.pop(sequence.row) for sequence in sequences]
+            rows = [describe(sequence) for sequence in sequences]
+            self._tell("prefilled", lambda: self._state.prefilled(rows, hidden))
+
     def propose(self, sequences: Sequence[SequenceState]) -> list[Draft]:
         """[P] drafts; a drafter that fails is left out from then on."""
         room = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
@@ -271,6 +278,7 @@ class Speculation:
             # T(1+g) / T(1) by g, where passes without drafts were among them.
             "pass_cost": {width - 1: mean(took) / mean(plain) for width, took in sorted(self._timed.items()) if plain},
             **self.seconds,
+            **self._state.seconds(),
             **({"drafter_error": self._broken} if self._broken is not None else {}),
         }
 
