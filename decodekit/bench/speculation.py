@@ -8,12 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decodekit.bench.prompts import category
+from decodekit.bench.prompts import DEFAULT, read_rows
+from decodekit.core.errors import InputError
 from decodekit.runtime.api import load
 
 NEW_TOKENS = 64
@@ -39,7 +42,38 @@ class _Run:
     output: Tensor
 
 
-def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Question:
+    """A prompt and the category that it belongs to."""
+
+    text: str
+    category: str = ""
+
+
+def reads(path: Path | None, limit: int | None) -> list[Question]:
+    """Questions in the format of Spec-Bench (the first of their ``turns``, by ``task``) or plain ``prompt`` lines.
+
+    ``limit`` takes as many of each category, evenly spaced, the categories in turn.
+
+    Raises:
+        InputError: the file cannot be read, or a line has no prompt; names the line.
+    """
+    if path is None:
+        return [Question(text) for text in DEFAULT[:limit]]
+    groups: dict[str, list[Question]] = {}
+    for number, row in enumerate(read_rows(path, None), start=1):
+        text = row["turns"][0] if row.get("turns") else row.get("prompt")
+        if text is None:
+            raise InputError(f"{path}:{number}: expected a JSON object with the key 'prompt' or 'turns'")
+        question = Question(str(text), str(row.get("task", "")))
+        groups.setdefault(question.category, []).append(question)
+    most = sum(map(len, groups.values())) if limit is None else limit
+    each = -(-most // len(groups))
+    chosen = [own[:: max(1, len(own) // each)][:each] for own in groups.values()]
+    return [question for turn in zip_longest(*chosen) for question in turn if question is not None][:most]
+
+
+def run(model: Any, tokenizer: Any, prompts: Sequence[Question], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a method and category, and for all prompts together; then a row a drafter for batches of 8.
 
     Drafters meet the prompts in order, each once, so that ``suffix`` and ``recycle`` know earlier ones, as in service.
@@ -57,10 +91,10 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     decode = partial(_decode, model, tokenizer, options)
     for method in (methods | lookups).values():
         decode(["Hello"], method)
-    runs = _in_turn(decode, methods | lookups, [[prompt] for prompt in prompts], status)
+    runs = _in_turn(decode, methods | lookups, [[question.text] for question in prompts], status)
     groups = defaultdict(list)
-    for place, prompt in enumerate(prompts):
-        groups[category(prompt)].append(place)
+    for place, question in enumerate(prompts):
+        groups[question.category].append(place)
     rows = [
         _row(name, own, 1, [runs[PLAIN][place] for place in places], [runs[name][place] for place in places])
         for name in runs
@@ -69,7 +103,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     ]
     # Every so many prompts, so that each batch has some of every category.
     stride = len(prompts) // BATCH
-    batches = [[str(own) for own in prompts[first::stride][:BATCH]] for first in range(min(stride, 2))]
+    batches = [[own.text for own in prompts[first::stride][:BATCH]] for first in range(min(stride, 2))]
     batched = _in_turn(decode, methods, batches, status)
     return rows + [_row(name, "all", BATCH, batched[PLAIN], batched[name]) for name in ours if batches]
 
@@ -94,11 +128,9 @@ def _decode(
     model: Any, tokenizer: Any, options: dict[str, Any], prompts: Sequence[str], method: dict[str, Any]
 ) -> _Run:
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": str(prompt)}], add_generation_prompt=True, tokenize=False
-        )
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
         if tokenizer.chat_template
-        else str(prompt)
+        else prompt
         for prompt in prompts
     ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)

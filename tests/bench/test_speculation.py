@@ -4,7 +4,6 @@ import pytest
 
 from decodekit.bench import load_suite, suites
 from decodekit.bench import speculation as suite
-from decodekit.bench.prompts import category, read_prompts
 from decodekit.testing import tiny_model
 
 CATEGORIES = ("qa", "rag", "translation")
@@ -24,10 +23,10 @@ def questions(tmp_path):
 
 
 def test_a_limit_takes_questions_of_every_category(questions) -> None:
-    assert len(read_prompts(questions, None)) == 18
-    prompts = read_prompts(questions, 6)
-    assert list(map(category, prompts)) == [*CATEGORIES, *CATEGORIES]
-    assert [prompt.split()[1] for prompt in prompts] == ["0"] * 3 + ["3"] * 3
+    assert len(suite.reads(questions, None)) == 18
+    prompts = suite.reads(questions, 6)
+    assert [prompt.category for prompt in prompts] == [*CATEGORIES, *CATEGORIES]
+    assert [prompt.text.split()[1] for prompt in prompts] == ["0"] * 3 + ["3"] * 3
 
 
 def test_rows_hold_every_method_beside_plain_decoding(questions, tokenizer, monkeypatch) -> None:
@@ -35,7 +34,8 @@ def test_rows_hold_every_method_beside_plain_decoding(questions, tokenizer, monk
     monkeypatch.setattr(suite, "NEW_TOKENS", 6)
     monkeypatch.setattr(suite, "RESAMPLES", 100)
     monkeypatch.setattr(suite, "LOOKUPS", (3,))
-    rows = load_suite("speculation")(tiny_model("dense"), tokenizer, read_prompts(questions, 9), lambda text: None)
+    run, reads = load_suite("speculation")
+    rows = run(tiny_model("dense"), tokenizer, reads(questions, 9), lambda text: None)
     single = [row for row in rows if row["batch"] == 1]
     methods = {*suite.DRAFTERS, "lookup 3 (transformers)"}
     assert {(row["method"], row["category"]) for row in single} == {
