@@ -51,6 +51,6 @@ lint: install
 types: install
 	.venv/bin/mypy
 
-# The README's tables of plugins, from the registry; a test compares them.
+# The tables of plugins, from the registry; a test compares them.
 tables: install
-	.venv/bin/python -m decodekit.cli.tables README.md
+	.venv/bin/python -m decodekit.cli.tables README.md examples/plugins.md

@@ -13,9 +13,11 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_tables_are_those_of_the_registry() -> None:
+    plugins = (ROOT / "examples/plugins.md").read_text(encoding="utf-8")
     assert refresh(README) == README, "run: make tables"
+    assert refresh(plugins) == plugins, "run: make tables"
     assert "| `dola` |" in README
-    assert "| `top_p` |" in README
+    assert "| `top_p` |" in plugins
 
 
 def test_every_python_block_runs_in_order(demo, capsys) -> None:
@@ -28,15 +30,19 @@ def test_every_python_block_runs_in_order(demo, capsys) -> None:
     assert int(printed.split()[-3]) > 0
 
 
-def test_the_yaml_block_is_a_recipe(tmp_path) -> None:
-    [text] = blocks("yaml")
+def test_every_yaml_block_is_a_recipe(tmp_path) -> None:
     for example in (ROOT / "examples/recipes").glob("*.yaml"):
         (tmp_path / example.name).write_text(example.read_text())
     path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    recipe = load_recipe(path)
-    assert recipe.strategy.layers == "high"
-    assert [rule.kind for rule in recipe.rules] == ["repetition_penalty", "top_p"]
+    recipes = []
+    for text in blocks("yaml"):
+        path.write_text(text)
+        recipes.append(load_recipe(path))
+    assert [recipe.strategy.kind for recipe in recipes] == ["dola", "self_consistency", "beam"]
+    assert recipes[0].strategy.layers == "high"
+    assert [rule.kind for rule in recipes[0].rules] == ["repetition_penalty", "top_p"]
+    assert recipes[1].drafter.kind == "ngram"
+    assert recipes[2].constraint.kind == "json_schema"
 
 
 def test_the_readme_stays_short() -> None:

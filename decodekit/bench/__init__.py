@@ -6,12 +6,16 @@ import ast
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from decodekit.bench.prompts import read_prompts
 from decodekit.core.errors import InputError, nearest
 
-Suite = Callable[[Any, Any, Sequence[str], Callable[[str], None]], list[dict[str, Any]]]
-"""Model, tokenizer, prompts and a status callback to rows of figures."""
+Suite = Callable[[Any, Any, Sequence[Any], Callable[[str], None]], list[dict[str, Any]]]
+"""Model, tokenizer, prompts (or what the suite reads instead) and a status callback to rows of figures."""
+Reader = Callable[[Path | None, int | None], Sequence[Any]]
+"""A data file, if any, and how many of its lines to what a suite is given."""
 
 _HELPERS = ("__init__", "prompts", "timing")
 
@@ -27,13 +31,13 @@ def suites() -> dict[str, str]:
     return found
 
 
-def load_suite(name: str) -> Suite:
-    """The suite of this name.
+def load_suite(name: str) -> tuple[Suite, Reader]:
+    """The suite of this name and what reads its data: its module's ``reads``, by default prompts.
 
     Raises:
         InputError: there is none.
     """
     if name not in suites():
         raise InputError(f"unknown suite {name!r}: {nearest(name, suites())}")
-    suite: Suite = import_module(f"{__name__}.{name}").run
-    return suite
+    module = import_module(f"{__name__}.{name}")
+    return module.run, getattr(module, "reads", read_prompts)

@@ -31,20 +31,39 @@ def read_prompts(path: Path | None, limit: int | None) -> list[str]:
     """
     if path is None:
         return list(DEFAULT[:limit])
+    prompts = []
+    for number, row in enumerate(read_rows(path, limit), start=1):
+        if "prompt" not in row:
+            raise InputError(f"{path}:{number}: expected a JSON object with the key 'prompt'")
+        prompts.append(str(row["prompt"]))
+    return prompts
+
+
+def read_rows(path: Path | None, limit: int | None) -> list[dict[str, Any]]:
+    """The JSON objects of a JSONL file.
+
+    Raises:
+        InputError: there is no file, it cannot be read, or a line is no object; names the line.
+    """
+    if path is None:
+        raise InputError("this suite needs a data file: give --data FILE")
     try:
         # Not splitlines: it also cuts at U+2028 and others, which JSON leaves as they are.
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeError) as error:
         raise InputError(f"the data file {str(path)!r} cannot be read: {error}") from error
-    prompts = []
+    rows = []
     for number, line in enumerate(lines[:limit], start=1):
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}:{number}: expected a JSON object with the key 'prompt'") from error
-    if not prompts:
-        raise InputError(f"the data file {str(path)!r} has no line; give a JSON object with the key 'prompt' a line")
-    return prompts
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}: expected a JSON object: {error}") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+        rows.append(row)
+    if not rows:
+        raise InputError(f"the data file {str(path)!r} has no line; give a JSON object a line")
+    return rows
 
 
 def token_prompts(tokenizer: Any, prompts: Sequence[str], rows: int, length: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.table import Table
 
 from decodekit.bench import load_suite, suites
-from decodekit.bench.prompts import read_prompts
 from decodekit.cli.console import errors, print_json, results
 from decodekit.integrations.models import load_model
 
@@ -18,8 +17,8 @@ def run_suite(name: str, *, model: str | None, data: Path | None, limit: int | N
         for known, summary in suites().items():
             results.print(f"{known}: {summary}", markup=False)
         return 0
-    suite = load_suite(name)
-    prompts = read_prompts(data, limit)
+    suite, reader = load_suite(name)
+    prompts = reader(data, limit)
     with errors.status("loading the model") as status:
         loaded, tokenizer = load_model(model, progress=status.update)
         rows = suite(loaded, tokenizer, prompts, status.update)

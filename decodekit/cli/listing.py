@@ -11,6 +11,7 @@ from rich.text import Text
 from decodekit.cli.console import errors, fail, print_json, results
 from decodekit.core.registry import inventory
 from decodekit.recipe import load_recipe, recipe_faults
+from decodekit.recipe.costs import cost_of
 from decodekit.recipe.json_schema import recipe_schema
 
 
@@ -40,6 +41,7 @@ def check_recipe(recipe: str, settings: Sequence[str]) -> int:
     loaded = load_recipe(recipe, set_values=settings)
     rules = ", ".join(rule.kind for rule in loaded.rules) if loaded.rules else "none"
     results.print(f"ok: strategy {loaded.strategy.kind}, rules {rules}", markup=False)
+    results.print(str(cost_of(loaded)), markup=False)
     return 0
 
 

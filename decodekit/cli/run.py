@@ -54,14 +54,15 @@ def decode(
         def say(status: str) -> None:
             progress.update(task, description=status)
 
-        from decodekit.integrations.models import load_model
+        from decodekit.integrations.models import load_model, load_others
 
         say("loading the model")
         loaded, tokenizer = load_model(model, progress=say)
+        others = load_others(recipe, loaded, tokenizer, progress=say)
         from decodekit.runtime.text_call import TextCall
 
         say(f"reading {len(texts)} prompt{'s' * (len(texts) > 1)}")
-        call = TextCall(recipe, loaded, tokenizer, texts, options)
+        call = TextCall(recipe, loaded, tokenizer, texts, options, models=others)
         started, tokens = time.perf_counter(), 0
         try:
             for record in call.run():

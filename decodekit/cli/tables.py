@@ -1,4 +1,4 @@
-"""The README's tables of plugins, generated from the registry: ``python -m decodekit.cli.tables README.md``."""
+"""The tables of plugins in documents, generated from the registry: ``python -m decodekit.cli.tables README.md ...``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def _options(plugin: type[Plugin]) -> str:
         # An empty default means "not given": there is nothing to show.
         empty = default is None or (hasattr(default, "__len__") and not default)
         if name != "kind":
-            shown.append(f"`{name}`" if empty else f"`{name}` ({default})")
+            written = field.alias or name
+            value = str(getattr(default, "kind", default)).replace("\n", "\\n")
+            shown.append(f"`{written}`" if empty else f"`{written}` ({value})")
     return ", ".join(shown)
 
 
@@ -51,5 +53,5 @@ def _source(plugin: type[Plugin]) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(refresh(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(refresh(path.read_text(encoding="utf-8")), encoding="utf-8")

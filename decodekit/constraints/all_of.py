@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from decodekit.core.constraint import CompiledConstraint
-from decodekit.core.protocols import Constraint
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.fsm.algebra import Intersection
 from decodekit.fsm.automaton import Automaton
-from decodekit.fsm.constraint import Regular, automata, is_regular
+from decodekit.fsm.constraint import Combination, automata, is_regular
 from decodekit.fsm.masks import CompiledAutomaton
 from decodekit.fsm.mixed import CompiledAll
 
 
-class AllOf(Regular):
+class AllOf(Combination):
     """What all constraints allow, of any kind: ``[json_schema, regex, phrases]``.
 
     The regular ones among them become one automaton: exact, without dead ends. With those of other engines only the masks
@@ -27,7 +24,6 @@ class AllOf(Regular):
     cost: ClassVar[str] = "O(V) a new state"
 
     kind: Literal["all_of"] = "all_of"
-    constraints: tuple[Constraint, ...] = Field(description="the constraints", min_length=1)
 
     def is_regular(self) -> bool:
         return all(map(is_regular, self.constraints))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from decodekit.core.constraint import CompiledConstraint
-from decodekit.core.protocols import Constraint
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.fsm.algebra import Union
 from decodekit.fsm.automaton import Automaton
-from decodekit.fsm.constraint import Regular, automata, is_regular
+from decodekit.fsm.constraint import Combination, automata, is_regular
 from decodekit.fsm.mixed import CompiledAny
 
 
-class AnyOf(Regular):
+class AnyOf(Combination):
     """What any constraint allows, of any kind.
 
     Cost: the masks of the members that can still go on.
@@ -24,7 +21,6 @@ class AnyOf(Regular):
     cost: ClassVar[str] = "O(V) a new state"
 
     kind: Literal["any_of"] = "any_of"
-    constraints: tuple[Constraint, ...] = Field(description="the constraints", min_length=1)
 
     def is_regular(self) -> bool:
         return all(map(is_regular, self.constraints))

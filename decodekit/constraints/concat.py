@@ -10,10 +10,10 @@ from pydantic import Field
 from decodekit.core.protocols import Constraint
 from decodekit.fsm.algebra import Concatenation
 from decodekit.fsm.automaton import Automaton, Dfa
-from decodekit.fsm.constraint import Regular, automata
+from decodekit.fsm.constraint import Combination, automata
 
 
-class Concat(Regular):
+class Concat(Combination):
     """A text of the first regular constraint, then one of the second, and so on, wherever they may be cut.
 
     A part's anchors and look-around see that part alone.

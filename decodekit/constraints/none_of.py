@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from decodekit.core.protocols import Constraint
 from decodekit.fsm.algebra import Difference, Union, any_text
 from decodekit.fsm.automaton import Automaton, Dfa
-from decodekit.fsm.constraint import Regular, automata
+from decodekit.fsm.constraint import Combination, automata
 
 
-class NoneOf(Regular):
+class NoneOf(Combination):
     """Every text but those of some regular constraints; ``all_of: [a, none_of: [b]]`` is a without b.
 
     Cost: one walk over the vocabulary for each state met, then a copy of its mask.
@@ -21,7 +18,6 @@ class NoneOf(Regular):
     cost: ClassVar[str] = "O(V) a new state"
 
     kind: Literal["none_of"] = "none_of"
-    constraints: tuple[Constraint, ...] = Field(description="the constraints", min_length=1)
 
     def automaton(self) -> Automaton:
         return Difference(any_text(), Dfa(Union(automata(self.constraints, self.kind))))

@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decodekit.core.errors import RowError
 from decodekit.core.types import FinishReason
 
 
@@ -37,6 +38,11 @@ class Candidate:
     logprobs: Sequence[float]
     finish_reason: FinishReason
     confidences: Sequence[float] = ()
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability a token."""
+        return sum(self.logprobs) / len(self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -105,3 +111,23 @@ class Decision:
 Action = Start | Cancel | Wait
 Event = Finished | Progress | Failed
 Deciding = Generator[Action, Any, Decision]
+
+
+def gather(count: int) -> Generator[Action, Any, list[Candidate]]:
+    """Start candidates and wait for all of them: ``candidates = yield from`` this. Those that failed are left out.
+
+    Raises:
+        RowError: all failed.
+    """
+    yield Start(count)
+    done: list[Candidate] = []
+    why = ""
+    for _ in range(count):
+        event = yield Wait()
+        if isinstance(event, Finished):
+            done.append(event.candidate)
+        else:
+            why = event.error
+    if not done:
+        raise RowError(f"none of {count} candidates could be decoded: {why}")
+    return sorted(done, key=lambda candidate: candidate.id)

@@ -27,6 +27,7 @@ from transformers.generation import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
     WatermarkLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
@@ -310,6 +311,36 @@ def callers_processors(model: PreTrainedModel, prepared: Prepared) -> list[Logit
         for own in prepared.logits_processor
         if type(own).__name__ not in marked and not any(_same(own, other) for other in made)
     ]
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What ``guidance_scale`` and ``negative_prompt_ids`` of ``generate`` asked for.
+
+    Attributes:
+        scale: the scale.
+        negative_prompts: ids without what the mask leaves out, a list a row; ``None`` when none were given.
+    """
+
+    scale: float
+    negative_prompts: list[list[int]] | None
+
+
+def guidance(prepared: Prepared) -> tuple[Guidance | None, LogitsProcessorList]:
+    """The guidance among the processors that ``generate`` made, and the others."""
+    others = LogitsProcessorList()
+    found = None
+    for own in prepared.logits_processor:
+        if not isinstance(own, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            others.append(own)
+            continue
+        ids, mask = (own.unconditional_context[name] for name in ("input_ids", "attention_mask"))
+        rows = None
+        if ids is not None:
+            kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            rows = [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
+        found = Guidance(own.guidance_scale, rows)
+    return found, others
 
 
 def make_processors(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from decodekit.core.errors import DecodekitError, nearest
@@ -66,6 +66,31 @@ def _beside_its_file(value: Any) -> Any:
 
 RecipePath = Annotated[Path, BeforeValidator(_beside_its_file)]
 """The type of an option that names a file: absolute, and relative paths start at the recipe file that wrote them."""
+
+PythonFunction = Annotated[Callable[..., Any], WithJsonSchema({"not": {}})]
+"""The type of an option that is given from Python alone: a recipe file is data and names no code."""
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"should be a regular expression, got {shown(pattern)}: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+"""The type of an option that is a regular expression in Python's syntax."""
+
+
+def _model_beside_its_file(value: Any) -> Any:
+    if isinstance(value, Written) and (value.startswith(("./", "../")) or (value.directory / value).is_dir()):
+        return os.path.normpath(value.directory / value)
+    return value
+
+
+ModelName = Annotated[str, BeforeValidator(_model_beside_its_file)]
+"""The type of an option that names a model: an id, or a folder, which where it is relative starts at its recipe file."""
 
 
 def shown(value: Any) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from decodekit.core.candidates import Candidate, Deciding
 from decodekit.core.constraint import CompiledConstraint
 from decodekit.core.drafts import DraftHost, DraftState
+from decodekit.core.errors import Refused
 from decodekit.core.search import Advance, Group
 from decodekit.core.types import Branch, Need, Outputs, Request, Rows
 from decodekit.core.vocabulary import Vocabulary
@@ -95,6 +96,13 @@ class TokenStrategy(Plugin):
         """The cached streams that a sequence of this request needs, the one named ``main`` first."""
         return (Branch("main", request.prompt_ids),)
 
+    def models(self) -> tuple[str, ...]:
+        """The other models that branches run on: ids, folders, or names for ``Decoder.bind(models=...)``.
+
+        They are fed the tokens of the main model, so they must have its vocabulary.
+        """
+        return ()
+
     def hidden_layers(self, config: Any) -> tuple[int, ...]:
         """The hidden layers (0 is the embedding, N the last) that ``score`` reads.
 
@@ -153,13 +161,7 @@ class SearchStrategy(Plugin):
 
 
 class SequenceStrategy(Plugin):
-    """Decides between whole outputs of the inner strategy: self-consistency, best-of-N, minimum Bayes risk.
-
-    Attributes:
-        confidence_top_k: how many of the most likely tokens a candidate's confidences are means of; 0 for none.
-    """
-
-    confidence_top_k: ClassVar[int] = 0
+    """Decides between whole outputs of the inner strategy: self-consistency, best-of-N, minimum Bayes risk."""
 
     inner: TokenStrategy = Field(default_factory=plain_decoding, description="decodes each candidate")
 
@@ -167,6 +169,11 @@ class SequenceStrategy(Plugin):
     @abstractmethod
     def count(self) -> int:
         """Most candidates of a prompt."""
+
+    @property
+    def confidence_top_k(self) -> int:
+        """How many of the most likely tokens a candidate's confidences are means of; 0 for none."""
+        return 0
 
     @abstractmethod
     def decide(self, request: Request) -> Deciding:
@@ -226,7 +233,7 @@ class Drafter(Plugin):
 
 
 class Scorer(Plugin):
-    """Rates the candidates of one prompt; higher is better."""
+    """Rates the candidates of one prompt; higher is better. NaN is no score."""
 
     @abstractmethod
     def score(self, prompt: str, candidates: Sequence[Candidate]) -> Sequence[float]:
@@ -238,4 +245,17 @@ class Utility(Plugin):
 
     @abstractmethod
     def pairwise(self, hypotheses: Sequence[str], references: Sequence[str]) -> Tensor:
-        """[N, M] utilities."""
+        """[N, M] utilities, float64."""
+
+    def aggregated(self, hypotheses: Sequence[str], references: Sequence[str], weights: Tensor) -> Tensor:
+        """[N] float64 utilities against one reference that stands for all of them, made of their weighted statistics.
+
+        Args:
+            hypotheses: N texts.
+            references: M texts.
+            weights: [M], summing to one.
+
+        Raises:
+            Refused: this utility has no statistics that could be averaged.
+        """
+        raise Refused(f"utility {self.kind!r} cannot aggregate its references; leave aggregate out")

@@ -155,6 +155,8 @@ def build(group: str, spec: Any, expected: type[protocols.Plugin] | None = None)
     wanted = " or ".join(base.__name__ for base in bases)
     if isinstance(spec, bases):
         return spec
+    if isinstance(spec, protocols.Plugin):
+        raise options.fault(f"{spec.kind!r} is not a {wanted}", "kind", code=options.MISFIT)
     spec = {"kind": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping):
         raise options.fault(

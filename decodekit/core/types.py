@@ -42,6 +42,7 @@ class Request:
         stream: its random stream.
         inputs: what the caller gave beside the ids (text, context, negative_prompt, ...).
         encode: prompt text to ids as this model expects them (chat template unless raw); ``None`` without a tokenizer.
+        tokenizer: the model's tokenizer, or ``None``.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Request:
     prompt: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
     encode: Callable[[str], list[int]] | None = None
+    tokenizer: Any = None
 
     def require(self, name: Need | str, used_by: str) -> Any:
         """The input called ``name``.
@@ -71,8 +73,57 @@ class Request:
             InputError: no tokenizer was given.
         """
         if self.encode is None:
-            raise InputError(f"{used_by} needs a tokenizer; give dk_tokenizer=tokenizer or decoder.bind(tokenizer=...)")
+            raise self._no_tokenizer(used_by)
         return tuple(self.encode(text))
+
+    def prompt_of(self, value: Any, name: str, used_by: str) -> tuple[int, ...]:
+        """The ids of an input that is a prompt of its own, given as text or as token ids.
+
+        Raises:
+            InputError: it is empty or neither, or a text without a tokenizer.
+        """
+        check_ids_or_text(value, name, used_by, self.prompt)
+        return self.encoded(value, used_by) if isinstance(value, str) else tuple(value)
+
+    def without(self, part: Any, used_by: str) -> tuple[int, ...] | None:
+        """The ids of the prompt with the first occurrence of a text, or of a run of ids, cut out.
+
+        A text is cut out of what the ids decode to, special tokens included, with the white space that follows it, so that
+        a chat template around it stays. ``None`` where the prompt does not hold it.
+
+        Raises:
+            InputError: it is a text and there is no tokenizer.
+        """
+        if not isinstance(part, str):
+            ids, length = tuple(part), len(part)
+            starts = range(len(self.prompt_ids) - length + 1)
+            start = next((start for start in starts if self.prompt_ids[start : start + length] == ids), None)
+            return None if start is None else self.prompt_ids[:start] + self.prompt_ids[start + length :]
+        if self.tokenizer is None:
+            raise self._no_tokenizer(used_by)
+        before, found, after = self.tokenizer.decode(self.prompt_ids).partition(part)
+        if not found:
+            return None
+        if not before[-1:].isalnum():
+            after = after.lstrip()
+        return tuple(self.tokenizer(before + after, add_special_tokens=False).input_ids)
+
+    def _no_tokenizer(self, used_by: str) -> InputError:
+        return InputError(f"{used_by} needs a tokenizer; give dk_tokenizer=tokenizer or decoder.bind(tokenizer=...)")
+
+
+def check_ids_or_text(value: Any, name: str, used_by: str, prompt: int) -> None:
+    """Refuse an input that is neither a text with at least one word nor a list of token ids.
+
+    Raises:
+        InputError: says which prompt's it is.
+    """
+    whose = f"{used_by}: the {name} of prompt {prompt}"
+    if isinstance(value, str):
+        if not value.strip():
+            raise InputError(f"{whose} is empty; give at least one word")
+    elif not isinstance(value, Sequence) or not value or not all(type(item) is int for item in value):
+        raise InputError(f"{whose} should be a text or a list of token ids, got {value!r}"[:300])
 
 
 @dataclass(frozen=True)

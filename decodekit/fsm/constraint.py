@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any, Self
+
+from pydantic import Field
 
 from decodekit.core.constraint import CompiledConstraint
 from decodekit.core.errors import UnsupportedConstraint
@@ -31,6 +34,15 @@ class Regular(Constraint):
 
     def compile(self, vocabulary: Vocabulary) -> CompiledConstraint:
         return CompiledAutomaton(self.automaton(), vocabulary)
+
+
+class Combination(Regular):
+    """A constraint made of constraints."""
+
+    constraints: tuple[Constraint, ...] = Field(description="the constraints that it combines", min_length=1)
+
+    def resolve(self, tokenizer: Any) -> Self:
+        return self.model_copy(update={"constraints": tuple(each.resolve(tokenizer) for each in self.constraints)})
 
 
 def is_regular(constraint: Constraint) -> bool:

@@ -24,7 +24,6 @@ from decodekit.fsm.trie import Ints, TokenTrie
 _KEPT_BYTES = 64 * 2**20
 _MOST_FORCED = 512
 _NO_LIMIT = 1 << 60
-_BYTES_OF_TEXT = {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}
 
 
 class Place(NamedTuple):
@@ -45,9 +44,10 @@ class CompiledAutomaton(CompiledConstraint):
 
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._dfa = Dfa(automaton)
+        trie = _tries(vocabulary)[1]
+        self._dfa = Dfa(automaton, trie.spelt)
         self._lock = RLock()
-        self._longest = _tries(vocabulary)[1].longest
+        self._longest, self._spells_all = trie.longest, trie.spells_all
         self._eos = np.zeros(vocabulary.width, dtype=bool)
         self._eos[[token for token in vocabulary.eos_ids if token < vocabulary.width]] = True
         self._masks: dict[Place, Tensor] = {}
@@ -55,7 +55,6 @@ class CompiledAutomaton(CompiledConstraint):
         self._reached: dict[Place, list[Place]] = {}
         self._forced: dict[Place, list[int]] = {}
         self._distance: dict[Place, int] = {}
-        self._spells_all = {token for token in vocabulary.tokens if token and len(token) == 1} >= _BYTES_OF_TEXT
         start = self.start()._places[0]
         if not (self._dfa.is_live(start.state) and self._can_end(start)):
             raise InputError("no text that the tokenizer can spell satisfies this constraint; relax one of its parts")
@@ -123,7 +122,7 @@ class CompiledAutomaton(CompiledConstraint):
             return known if known <= limit else None
         with self._exploring():
             best = {place: 0}
-            queue = [(self._at_least(place), 0, place)]
+            queue = [(self._at_least(place), 0, place)] if self._at_least(place) <= limit else []
             while queue:
                 _, taken, here = heapq.heappop(queue)
                 taken = -taken  # of equally promising places, the farthest first
@@ -152,24 +151,26 @@ class CompiledAutomaton(CompiledConstraint):
         while len(forced) < _MOST_FORCED and (byte := self._only_byte(state)) is not None:
             forced.append(byte)
             state = self._dfa.step(state, byte)
+        if not forced or forced[0] & 0xC0 == 0x80:
+            return []  # nothing, or the rest of a character, which no text can be cut into
         try:
-            # At the end, a character may be forced in part only.
-            text = forced.decode(errors="strict" if not forced or forced[0] & 0xC0 == 0x80 else "ignore")
+            text = forced.decode(errors="ignore")  # the last character may be forced in part only
             tokens = list(self.vocabulary.encode(text, first=place.first))
             state = self._read(place.state, text.encode())
             for cut in self._crossed(text, state):
                 before = self.vocabulary.encode(text[:cut], first=place.first)
                 same = (ours == theirs for ours, theirs in zip(tokens, before, strict=False))
                 tokens = tokens[: sum(takewhile(bool, same))]
-        except (UnicodeDecodeError, InputError):
+        except InputError:
             return []
         return tokens
 
     def _crossed(self, text: str, state: int) -> list[int]:
-        """Where in a forced text a token may begin that goes on beyond its end, at ``state``."""
+        """Where a forced text may be cut otherwise: where a token may begin that goes on beyond its end, at ``state``."""
         trie = _tries(self.vocabulary)[1]
-        found = []
-        for cut in range(len(text)):
+        # Tokenizers split white space by what stands behind it, without a token that shows it.
+        found = [len(text.rstrip())]
+        for cut in range(found[0]):
             rest = text[cut:].encode()
             starts = [rest[skipped:] for skipped in range(len(text[cut].encode()))]
             nodes = [node for start in starts if (node := trie.find(start)) is not None]

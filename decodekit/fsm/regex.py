@@ -111,6 +111,7 @@ class Regex(Automaton):
 
     def _ends(self, term: Term, past: Past) -> bool:
         """Whether nothing need follow."""
+        self.work += 1
         match term:
             case _Loop():
                 return self._ends(self._unroll(term), past)

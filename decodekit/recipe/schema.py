@@ -155,4 +155,4 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return to_jsonable_python(value)
+    return to_jsonable_python(value, fallback=repr)  # a Python function is shown: no file can name it

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decodekit.recipe import load_recipe
+from decodekit.core import registry
+from decodekit.recipe import Recipe, load_recipe
 from decodekit.runtime.decoder import Decoder
 
 
@@ -25,4 +26,5 @@ def load(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Decoder:
 
 def strategy(kind: str, **params: Any) -> Decoder:
     """A Decoder that runs one strategy and nothing else: ``strategy("dola", layers="high")``."""
-    return load({"strategy": {"kind": kind, **params}})
+    # Not as a recipe, whose own options must fit the strategy: here the call is yet to say whether it samples.
+    return Decoder(Recipe(strategy=registry.create("strategies", {"kind": kind, **params})))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decodekit.core import compat
-from decodekit.core.errors import InputError, PluginError
+from decodekit.core.errors import InputError, PluginError, Refused
 from decodekit.core.protocols import Drafter, SearchStrategy, TokenStrategy
 from decodekit.core.types import Branch
 from decodekit.recipe import Recipe
-from decodekit.runtime.caches import paged_cache
+from decodekit.runtime.caches import context_length, paged_cache
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import SequenceState
@@ -29,8 +29,13 @@ def too_long(length: int, context: int | None) -> str | None:
     return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
 
 
-def _branches(strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Branch]:
-    """The branches of a row by name; none, and the row has failed, where it cannot have them."""
+def _branches(
+    strategy: TokenStrategy, sequence: SequenceState, context_of: Callable[[Branch], int | None]
+) -> dict[str, Branch]:
+    """The branches of a row by name; none, and the row has failed, where it cannot have them.
+
+    The prompt of the main branch becomes the row's, and the context that is left shortest its limit.
+    """
     if sequence.error is not None:
         return {}
     try:
@@ -44,12 +49,17 @@ def _branches(strategy: TokenStrategy, sequence: SequenceState) -> dict[str, Bra
     except InputError as error:
         sequence.fail(str(error))
         return {}
+    prompt, rooms = own[0].prompt_ids, []
     for branch in own:
-        length = len(branch.prompt_ids)
-        why = "its prompt is empty" if not length else too_long(length, sequence.limits.context)
+        length, context = len(branch.prompt_ids), context_of(branch)
+        why = "its prompt is empty" if not length else too_long(length, context)
         if why is not None:
             sequence.fail(f"branch {branch.name!r} of {strategy.kind!r}: {why}")
             return {}
+        if context is not None:
+            rooms.append(len(prompt) + context - length)
+    sequence.request = dataclasses.replace(sequence.request, prompt_ids=prompt)
+    sequence.limits = dataclasses.replace(sequence.limits, context=min(rooms, default=None))
     return {branch.name: branch for branch in own}
 
 
@@ -70,23 +80,22 @@ def sessions_of(
     for reader in (plan.search, plan.drafter):
         if reader is not None:
             layers = tuple(dict.fromkeys([*layers, *_hidden_layers(reader, compat.text_config(model))]))
-    branches = [_branches(strategy, sequence) for sequence in sequences]
-    runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     # A row that cannot be decoded still takes its place in a rectangular batch.
     blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
+
+    def context_of(branch: Branch) -> int | None:
+        given = prepared.model_kwargs.get(compat.CACHE_KEY) if branch.model == "main" else None
+        return context_length(models.get(branch.model, model), recipe, given)
+
+    branches = [_branches(strategy, sequence, context_of) for sequence in sequences]
+    runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     prompts = {
         name: [own[name].prompt_ids if name in own else instead for own, instead in zip(branches, blank, strict=True)]
         for name in runs
     }
     sessions: list[Session] = []
     for model_name in sorted(set(runs.values()), key="main".__ne__):
-        runner = model if model_name == "main" else models.get(model_name)
-        if runner is None:
-            raise InputError(
-                f"strategy {strategy.kind!r} needs a model called {model_name!r}; give "
-                f"decoder.bind(models={{{model_name!r}: model}})"
-            )
-        compat.check_model(runner)
+        runner = model if model_name == "main" else _other_model(model, model_name, strategy, models)
         own_prompts = {name: prompts[name] for name, other in runs.items() if other == model_name}
         kept = layers if "main" in own_prompts else ()
         cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)
@@ -105,6 +114,22 @@ def sessions_of(
         }
         sessions.append(DynamicSession(runner, inputs, layers=kept, pad=settings.pad))
     return sessions
+
+
+def _other_model(model: Any, name: str, strategy: TokenStrategy, models: Mapping[str, Any]) -> Any:
+    """The model of this name, which is fed the tokens that are chosen for the main one."""
+    if (other := models.get(name)) is None:
+        raise InputError(
+            f"strategy {strategy.kind!r} needs a model called {name!r}; give decoder.bind(models={{{name!r}: model}})"
+        )
+    compat.check_model(other)
+    sizes = [compat.text_config(own).vocab_size for own in (model, other)]
+    if sizes[0] != sizes[1]:
+        raise Refused(
+            f"strategy {strategy.kind!r}: model {name!r} has {sizes[1]} tokens and the main model {sizes[0]}; give one of the "
+            "same vocabulary"
+        )
+    return other
 
 
 def _hidden_layers(strategy: TokenStrategy | SearchStrategy | Drafter, config: Any) -> tuple[int, ...]:

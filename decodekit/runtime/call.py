@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decodekit.core import compat
-from decodekit.core.errors import InputError, RecipeError, Refused, UnsupportedConstraint, nearest
+from decodekit.core.errors import DecodekitError, InputError, Refused, nearest
 from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
@@ -100,7 +100,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     started = time.perf_counter()
     compat.check_model(model)
     settings = resolve(model, prepared, recipe, given.named)
-    plan = _plan(recipe, settings, given)
+    plan, prepared, given = _take_guidance(_plan(recipe, settings, given), prepared, given)
     prompts = _prompt_count(prepared)
     _check_inputs(given, plan, prompts)
     outputs = 1
@@ -132,10 +132,10 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         speculation=None if given.scoring else _speculation(model, plan, pipeline, sequences, sessions, given),
     )
     loop.started = started
-    if not given.scoring and loop.shows_rows:
+    if not given.scoring and loop.chooser.shows_rows:
         for _, step in steps:
             if isinstance(step, CallersStep):
-                step.loop = loop
+                step.chooser = loop.chooser
     return Call(prepared, settings, tasks, outputs, loop, seed)
 
 
@@ -160,6 +160,10 @@ def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
         return Plan(inner, drafter=drafter, constrained=constrained)
     if isinstance(whole, SearchStrategy):
         whole = _with_call_options(whole, settings)
+    elif whole.count > 1 and not settings.config.do_sample:
+        raise Refused(
+            f"{whole.count} outputs of {inner.kind!r} are the same text each time without sampling; give do_sample=True"
+        )
     with guarded(whole, "resolve"):
         whole = whole.resolve(given.tokenizer)
     if not isinstance(whole, SearchStrategy):
@@ -183,7 +187,7 @@ def _constrain(
         inputs = sequence.request.inputs
         try:
             sequence.constraint = constraints.row(inputs, sequence.limits.max_new_tokens)
-        except (InputError, UnsupportedConstraint, RecipeError) as error:
+        except DecodekitError as error:
             if "constraint" not in inputs:
                 raise
             sequence.fail(str(error))
@@ -206,7 +210,7 @@ def _speculation(
     # Whole blocks, and room for a draft of every row and its forks.
     tokens = sum(plan.rows * (own + 3 * drafter.max_tokens + 4 * BLOCK_SIZE) for own in longest)
     host = Host(model, given.tokenizer, given.models, pipeline, tokens, model.device)
-    return lambda loop: Speculation(drafter, host, loop.sessions, loop.new_row)
+    return lambda loop: Speculation(drafter, host, loop.sessions, loop.chooser.new_row)
 
 
 def _with_call_options(strategy: SearchStrategy, settings: Settings) -> SearchStrategy:
@@ -253,6 +257,25 @@ def _task(sequence: SequenceState, plan: Plan) -> Task:
     if plan.search is not None:
         return SearchTask(sequence, plan.search)
     return PlainTask(sequence) if plan.sequence is None else SequenceTask(sequence, plan.sequence)
+
+
+def _take_guidance(plan: Plan, prepared: compat.Prepared, given: Given) -> tuple[Plan, compat.Prepared, Given]:
+    """Let the guidance that ``generate`` was asked for set the strategy, instead of guiding a second time."""
+    guidance, others = compat.guidance(prepared)
+    if guidance is None or "guidance_scale" not in type(plan.strategy).model_fields:
+        return plan, prepared, given
+    guided = plan.strategy.model_copy(update={"guidance_scale": guidance.scale})
+    plan = dataclasses.replace(plan, strategy=guided)
+    prepared = dataclasses.replace(prepared, logits_processor=others)
+    if guidance.negative_prompts is not None:
+        prompts, found = _prompt_count(prepared), len(guidance.negative_prompts)
+        if found not in (1, prompts):
+            raise InputError(f"negative_prompt_ids has {found} rows; expected 1 or one a prompt, {prompts}")
+        negatives = guidance.negative_prompts * (prompts if found == 1 else 1)
+        inputs = given.inputs or [{}] * prompts
+        merged = [{**own, "negative_prompt": ids} for own, ids in zip(inputs, negatives, strict=True)]
+        given = dataclasses.replace(given, inputs=merged)
+    return plan, prepared, given
 
 
 def _prompt_count(prepared: compat.Prepared) -> int:
@@ -327,7 +350,7 @@ def _requests(prepared: compat.Prepared, given: Given, prompts: int, seed: int) 
         own_seed = _seed(inputs, seed, index)
         stream = Stream(own_seed, seen[own_seed, prompt], prompt_digest(prompt))
         seen[own_seed, prompt] += 1
-        requests.append(Request(row, prompt, stream, index, inputs, encode))
+        requests.append(Request(row, prompt, stream, index, inputs, encode, given.tokenizer))
     return requests
 
 

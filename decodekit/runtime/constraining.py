@@ -234,8 +234,18 @@ class _Nothing(DraftState):
         return [Draft()] * len(rows)
 
 
-def constrain(scores: Tensor, rows: Sequence[RowConstraint | None]) -> tuple[Tensor, dict[int, str]]:
-    """[P, V] scores with what is not legal at ``-inf``, and why positions have nothing left; free positions cost nothing."""
+def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None]) -> tuple[Tensor, dict[int, str]]:
+    """Scores with what is not legal at ``-inf``; positions without a constraint cost nothing.
+
+    Args:
+        scores: [P, V] from the strategy.
+        plain: [P, V] the model's own logits, which count at positions where the strategy's plausible tokens are none of the
+            legal ones.
+        rows: [P] the constraint at each position, if any.
+
+    Returns:
+        [P, V], and why positions have no legal token.
+    """
     failures: dict[int, str] = {}
     words: dict[int, Tensor] = {}
     for position, row in enumerate(rows):
@@ -250,13 +260,12 @@ def constrain(scores: Tensor, rows: Sequence[RowConstraint | None]) -> tuple[Ten
             words[position] = mask
     if not words:
         return scores, failures
-    legal = unpacked(torch.stack(list(words.values())).to(scores.device), scores.shape[-1])
-    if len(words) == len(scores):
-        return scores.masked_fill(~legal, -torch.inf), failures
-    scores = scores.clone()
+    illegal = ~unpacked(torch.stack(list(words.values())).to(scores.device), scores.shape[-1])
     index = torch.tensor(list(words), device=scores.device)
-    scores[index] = scores[index].masked_fill(~legal, -torch.inf)
-    return scores, failures
+    own = scores[index].masked_fill(illegal, -torch.inf)
+    if bool((empty := own.amax(-1) == -torch.inf).any()):
+        own[empty] = plain[index[empty]].to(own.dtype).masked_fill(illegal[empty], -torch.inf)
+    return (own if len(words) == len(scores) else scores.index_copy(0, index, own)), failures
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from decodekit.core.errors import InputError, RowError
 from decodekit.core.types import Output
 from decodekit.recipe import Recipe
 from decodekit.runtime.call import Call, Given, assemble
-from decodekit.runtime.loop import StepRecord, spread
+from decodekit.runtime.choosing import StepRecord, spread
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result
 from decodekit.runtime.text import Prompt, split_inputs

@@ -18,7 +18,8 @@ from torch import Tensor
 from decodekit.core.errors import DecodekitError, PluginError, RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.random import TOKEN_LANE, inverse_cdf
-from decodekit.core.types import Rows, draw
+from decodekit.core.types import Request, Rows, draw
+from decodekit.runtime.guard import guarded
 
 Fallback = Literal["error", "relax", "eos", "raw"]
 Step = Callable[[Rows, Tensor], Tensor]
@@ -52,6 +53,9 @@ class Pipeline:
         sample: draw the token; otherwise take the most likely one.
         fallback: what becomes of a row that its rules left without a token.
         eos: ids that end a sequence, for the ``eos`` fallback.
+
+    Attributes:
+        stateful: the steps that keep a state for each row.
     """
 
     def __init__(
@@ -66,6 +70,33 @@ class Pipeline:
         self.sample = sample
         self.fallback = fallback
         self.eos = eos
+        self.stateful = [
+            index
+            for index, (_, step) in enumerate(self.steps)
+            if isinstance(step, Rule) and type(step).init_state is not Rule.init_state
+        ]
+
+    def initial_states(self, request: Request) -> list[Any]:
+        """The state of every step at the start of a row.
+
+        Raises:
+            InputError: a rule was not given what it needs.
+        """
+        states = list[Any]()
+        for _, step in self.steps:
+            if not isinstance(step, Rule):
+                states.append(None)
+                continue
+            with guarded(step, "init_state"):
+                states.append(step.init_state(request))
+        return states
+
+    def commit(self, states: list[Any], token: int, logits: Tensor) -> None:
+        """Replace the states of a row after a token was chosen from ``logits`` [V]."""
+        for index in self.stateful:
+            rule: Any = self.steps[index][1]
+            with guarded(rule, "commit"):
+                states[index] = rule.commit(states[index], token, logits)
 
     def __call__(self, rows: Rows, scores: Tensor, states: Sequence[Sequence[Any]], *, record: bool = False) -> Picked:
         """Pick one token a position.
@@ -105,7 +136,7 @@ class Pipeline:
         """[P, V] logits as the rules make them that keep no state; a position that they leave nothing keeps what it had."""
         given = logits
         for index, (_, step) in enumerate(self.steps):
-            if isinstance(step, Rule) and type(step).init_state is Rule.init_state:
+            if isinstance(step, Rule) and index not in self.stateful:
                 logits = self._apply(index, rows, logits, [()] * len(self.steps))
         return torch.where(torch.isfinite(logits.amax(-1, keepdim=True)), logits, given)
 

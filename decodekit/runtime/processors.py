@@ -11,7 +11,7 @@ from transformers.generation import LogitsProcessor
 
 from decodekit.core import compat
 from decodekit.core.types import Rows
-from decodekit.runtime.loop import Loop
+from decodekit.runtime.choosing import Chooser
 from decodekit.runtime.pipeline import Step
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.settings import Settings, processor_options
@@ -24,18 +24,18 @@ class CallersStep:
         processor: sees the whole padded batch, as in ``generate``: it may keep something for each row.
 
     Attributes:
-        loop: where the padded ids are; ``None`` where positions are not the last of the call's rows: each is then shown alone.
+        chooser: where the padded ids are; ``None`` where rows do not grow together: each position is then shown alone.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
-        self.loop: Loop | None = None
+        self.chooser: Chooser | None = None
 
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
-        if self.loop is None:
+        if self.chooser is None:
             return row_by_row([self._processor] * len(rows), rows, logits)
-        ids = self.loop.input_ids
+        ids = self.chooser.input_ids
         if len(rows) == ids.shape[0]:
             return self._processor(ids, logits.clone())
         whole = logits.new_zeros(ids.shape[0], logits.shape[-1])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.cache.prefix import Prompt
 from decodekit.core import compat
 from decodekit.core.errors import Refused
+from decodekit.core.few_rows import few_rows
 from decodekit.core.heads import readout
 from decodekit.core.types import BranchOutputs
 from decodekit.runtime.forward import RaggedForward, Stepper
@@ -223,6 +224,7 @@ class PagedSession(Session):
         self._order: list[Key] = []
         # Tokens that a rollback went back over, to be forwarded before the next ones.
         self._again: dict[Key, list[int]] = {}
+        self._rollbacks = rollbacks
         if rollbacks:
             cache.activate_past_recording()
         cache.release(range(len(cache.rows)))
@@ -301,9 +303,16 @@ class PagedSession(Session):
             self._direct |= self._reads_blocks()
 
     @override
+    @contextmanager
+    def optimized(self) -> Iterator[None]:
+        with super().optimized(), few_rows(self.model):
+            yield
+
+    @override
     def close(self) -> None:
         self._cache.release(range(len(self._cache.rows)))
-        self._cache.deactivate_past_recording()
+        if self._rollbacks:
+            self._cache.deactivate_past_recording()
         self._order = []
 
     def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from decodekit.core.errors import InputError
-from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.tasks import Task
 
 

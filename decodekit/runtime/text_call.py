@@ -18,7 +18,7 @@ from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
 from decodekit.runtime.branches import left_pad, too_long
 from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import Call, Given, assemble
-from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result, Task
@@ -174,18 +174,6 @@ class TextCall:
         """The log-probabilities of these tokens after the one prompt."""
         if self._errors:
             raise InputError(self._errors[0])
-        context = compat.context_length(self._model)
-        if context is not None and len(self._prompts[0]) + len(ids) > context:
-            raise InputError(
-                f"the prompt has {len(self._prompts[0])} tokens and the continuation {len(ids)}; the model's context holds "
-                f"{context} in all"
-            )
-        cache, length = self._recipe.cache, len(self._prompts[0]) + len(ids)
-        if isinstance(cache, PagedSpec) and cache.window is not None and length > cache.sinks + cache.window:
-            raise Refused(
-                f"{length} tokens cannot be scored with cache.window {cache.window}: all are forwarded at once, and no mask "
-                f"tells what each sees; up to {cache.sinks + cache.window} can, or leave window out"
-            )
         # One row, whose tokens are all known, in one forward.
         options = {"num_return_sequences": 1, "prefill_chunk_size": None}
         generation = self._recipe.generation.model_copy(update=options)
@@ -193,9 +181,21 @@ class TextCall:
         call = assemble(
             self._model, self._prepare(self._prompts), recipe, dataclasses.replace(self._given, scoring=True)
         )
-        if call.tasks[0].root.error is not None:
-            raise InputError(call.tasks[0].root.error)
-        return call.loop.score(ids)
+        sequence = call.tasks[0].root
+        if sequence.error is not None:
+            raise InputError(sequence.error)
+        length, context = len(sequence.request.prompt_ids), sequence.limits.context
+        cache, whole = self._recipe.cache, length + len(ids)
+        if isinstance(cache, PagedSpec) and cache.window is not None and whole > cache.sinks + cache.window:
+            raise Refused(
+                f"{whole} tokens cannot be scored with cache.window {cache.window}: all are forwarded at once, and no mask "
+                f"tells what each sees; up to {cache.sinks + cache.window} can, or leave window out"
+            )
+        if context is not None and whole > context:
+            raise InputError(
+                f"the prompt has {length} tokens and the continuation {len(ids)}; the model's context holds {context} in all"
+            )
+        return call.loop.scorer.given(ids, sequence, call.loop.pipeline)
 
 
 def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decodekit.core.trace import TraceWriter
 from decodekit.kernels.layer_divergence import layer_divergence
-from decodekit.runtime.loop import StepRecord
+from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.tasks import Task
 
 ALTERNATIVES = 5

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decodekit.core.errors import Refused
+from decodekit.core.plausibility import implausible
 from decodekit.core.protocols import TokenStrategy
 from decodekit.core.types import Need, Outputs
 from decodekit.kernels.layer_divergence import Divergence, layer_divergence
@@ -77,5 +78,4 @@ class Dola(TokenStrategy):
             divergence=divergence.gather(0, chosen.unsqueeze(0)).squeeze(0),
         )
         premature = early[chosen, torch.arange(len(chosen), device=chosen.device)]  # [P, V]
-        floor = final.amax(-1, keepdim=True) + (math.log(self.relative_top) if self.relative_top else -math.inf)
-        return (final - premature).masked_fill((final < floor) | (final == -math.inf), -math.inf)
+        return (final - premature).masked_fill(implausible(final, self.relative_top), -math.inf)

@@ -33,7 +33,7 @@ def check_strategy(
     """Check the laws that every strategy obeys, on tiny models in float64.
 
     It is a value. Decoded with left padding in a batch, in any order, each prompt gets the tokens of its solo run; candidates
-    of a sequence-level strategy are sampled. The ``score`` of a token-level strategy
+    of a sequence-level strategy are sampled. Under a token-level strategy rows that end early change no other, and ``score``
     gives a floating-point [P, V], edits nothing it is given, gives the same twice, and a position depends on itself alone:
     not on its neighbours, their order or a NaN among them.
 
@@ -54,6 +54,7 @@ def check_strategy(
         laws = _StrategyLaws(strategy, family, model, tokenizer, inputs or {}, models or {}, new_tokens)
         laws.check_batches()
         if isinstance(strategy, TokenStrategy):
+            laws.check_endings()
             laws.check_scores(strategy)
 
 
@@ -67,18 +68,22 @@ class _StrategyLaws:
     models: Mapping[str, Any]
     new_tokens: int
 
-    def call(self, prompts: Sequence[str]) -> TextCall:
-        # No row ends early, so that every step is compared.
+    def call(self, prompts: Sequence[str], eos: int | None = None) -> TextCall:
+        # Without an EOS id no row ends early, so that every step is compared.
         sample = isinstance(self.strategy, SequenceStrategy)
         generation = Generation(
-            max_new_tokens=self.new_tokens, suppress_tokens=[self.tokenizer.eos_token_id], do_sample=sample, seed=0
+            max_new_tokens=self.new_tokens,
+            suppress_tokens=[self.tokenizer.eos_token_id],
+            eos_token_id=eos,
+            do_sample=sample,
+            seed=0,
         )
         recipe = Recipe(strategy=self.strategy, generation=generation)
         given = [{"prompt": prompt, **self.inputs} for prompt in prompts]
         return TextCall(recipe, self.model, self.tokenizer, given, {}, models=self.models)
 
-    def decode(self, prompts: Sequence[str]) -> list[list[int]]:
-        call = self.call(prompts)
+    def decode(self, prompts: Sequence[str], eos: int | None = None) -> list[list[int]]:
+        call = self.call(prompts, eos)
         for _ in call.run():
             pass
         for index, output in call.outputs():
@@ -96,6 +101,16 @@ class _StrategyLaws:
             if reverse[row] != solo:
                 raise self.broken(
                     "rows may come in any order", f"{prompt!r} gives {reverse[row]} in reverse order, {solo} alone"
+                )
+
+    def check_endings(self) -> None:
+        whole = self.decode(PROMPTS)
+        for eos in (whole[0][0], whole[-1][self.new_tokens // 2]):
+            expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in whole]
+            found = self.decode(PROMPTS, eos)
+            if found != expected:
+                raise self.broken(
+                    "rows that end early change no other", f"with EOS {eos} {found} instead of {expected}"
                 )
 
     def check_scores(self, strategy: TokenStrategy) -> None:

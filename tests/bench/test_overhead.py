@@ -7,7 +7,7 @@ from decodekit.core.errors import InputError
 
 
 def test_overhead_compares_the_same_tokens(dense, tokenizer) -> None:
-    rows = load_suite("overhead")(dense, tokenizer, list(DEFAULT), lambda status: None)
+    rows = load_suite("overhead")[0](dense, tokenizer, list(DEFAULT), lambda status: None)
     assert [(row["batch"], row["cache"]) for row in rows] == [
         (1, "dynamic"),
         (1, "paged"),

@@ -133,3 +133,37 @@ def test_version_and_help() -> None:
     text = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True).stdout
     for command in ("run", "plugins", "check", "schema", "export", "new", "bench"):
         assert command in text
+
+
+def test_an_amateur_that_a_recipe_names_is_loaded_once(cli, recipe, tiny_folder, tmp_path, monkeypatch) -> None:
+    from decodekit.integrations import models
+    from decodekit.testing import tiny_model, tiny_tokenizer
+
+    amateur, other = tmp_path / "amateur", tmp_path / "other"
+    tiny_model("dense", layers=2, seed=5).save_pretrained(amateur)
+    tiny_tokenizer().save_pretrained(amateur)
+    tiny_model("dense", layers=2, seed=5).save_pretrained(other)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    loaded = []
+    load_model = models.load_model
+    monkeypatch.setattr(
+        models, "load_model", lambda name, **options: loaded.append(name) or load_model(name, **options)
+    )
+    text = f"strategy: {{kind: contrastive_decoding, amateur: ./amateur}}\n{PLAIN}"  # beside its file
+    result = cli("run", recipe(text), "Who won?", "a", "-m", tiny_folder, "--json")
+    assert result.code == 0, result.err
+    assert loaded == [str(tiny_folder), str(amateur)]
+    plain = cli("run", recipe(PLAIN), "Who won?", "a", "-m", tiny_folder, "--json").json
+    prompts = [output["stats"]["forwarded_tokens"] for output in plain]
+    assert [output["stats"]["forwarded_tokens"] for output in result.json] == [2 * count for count in prompts]
+    assert [output["token_ids"] for output in result.json] != [output["token_ids"] for output in plain]
+
+    refused = cli("run", recipe(text), "a", "-m", tiny_folder, "--set", f"strategy.amateur={other}")
+    assert refused.code == 2
+    assert "(98 tokens) differs from the main model's (97) in 1 entries" in refused.err
+    assert "Traceback" not in refused.err
+    missing = cli("run", recipe(text), "a", "-m", tiny_folder, "--set", "strategy.amateur=./nowhere")
+    assert missing.code == 2
+    assert f"model folder '{tmp_path / 'nowhere'}' does not exist" in missing.err

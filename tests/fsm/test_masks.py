@@ -14,7 +14,7 @@ from decodekit.fsm.automaton import Dfa
 from decodekit.fsm.masks import CompiledAutomaton
 from decodekit.fsm.regex import Regex
 from decodekit.fsm.syntax import parse
-from tests.fsm.patterns import regexes
+from tests.fsm.patterns import small_regexes
 
 TOKENS = ["a", "b", "A", "1", "_", " ", "\n", "ab", "aa", "aab", "b1", " a", "\n\n", "é", "中", "😀", "中😀", "1_1"]
 BYTES = [b"\xc3", b"\xa9", b"\xe4\xb8", b"\xad", b"\xf0\x9f", b"\x98\x80", b"a\xf0", b"\x9f\x98\x80", b"\x80"]
@@ -59,7 +59,7 @@ def walk(state, vocabulary, rng, limit=12):
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(regexes, st.randoms(use_true_random=False))
+@given(small_regexes, st.randoms(use_true_random=False))
 def test_random_walks_end_in_texts_that_re_accepts(vocabulary, pattern, rng):
     try:
         constraint = compiled(pattern, vocabulary)
@@ -72,7 +72,7 @@ def test_random_walks_end_in_texts_that_re_accepts(vocabulary, pattern, rng):
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(regexes, st.randoms(use_true_random=False))
+@given(small_regexes, st.randoms(use_true_random=False))
 def test_a_mask_has_the_tokens_after_which_the_text_can_be_completed(vocabulary, pattern, rng):
     """Token by token, by search instead of a walk of all tokens at once."""
     try:
@@ -118,7 +118,7 @@ def fewest(dfa, state, vocabulary):
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(regexes, st.integers(0, 4))
+@given(small_regexes, st.integers(0, 4))
 def test_the_shortest_end_is_the_shortest(vocabulary, pattern, limit):
     try:
         state = compiled(pattern, vocabulary).start()
@@ -136,7 +136,7 @@ def test_the_shortest_end_is_the_shortest(vocabulary, pattern, limit):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(regexes, st.randoms(use_true_random=False))
+@given(small_regexes, st.randoms(use_true_random=False))
 def test_rollback_is_replay_and_forks_go_their_own_way(vocabulary, pattern, rng):
     try:
         constraint = compiled(pattern, vocabulary)
@@ -204,46 +204,46 @@ def test_the_space_that_a_decoder_drops_at_the_start_costs_nothing():
     assert not is_legal(mask_of(state, 6), 4)
 
 
-class TestForced:
-    """With the demo model's tokenizer, which merges across almost any boundary."""
+@pytest.fixture(scope="module")
+def smol(demo):
+    """The demo model's vocabulary: merges go across almost any boundary."""
+    return Vocabulary.of(demo[1])
 
-    @pytest.fixture(scope="class")
-    def smol(self, demo):
-        return Vocabulary.of(demo[1])
 
-    @pytest.mark.parametrize(
-        ("pattern", "forced"),
-        [
-            ("name: (foo|bar)", ["name", ":"]),
-            ('"name": "[a-z]+"', ['"', "name", '":', ' "']),
-            (r"The answer is \d+", ["The", " answer", " is"]),
-            ("hello", ["hello"]),
-            ("hello|help", []),
-            ("(hello)?", []),
-            ("(😨|😍)+", []),
-            ("日本語です?", None),
-        ],
-    )
-    def test_is_cut_as_the_tokenizer_cuts_the_text(self, smol, pattern, forced):
-        state = compiled(pattern, smol).start()
-        tokens = state.forced_tokens()
-        if forced is not None:
-            assert [smol.tokens[token].decode() for token in tokens] == forced
-        for text in ("日本語です", "日本語で") if forced is None else ():
-            assert list(smol.encode(text)[: len(tokens)]) == tokens
-        for token in tokens:
-            state.advance(token)
+@pytest.mark.parametrize(
+    ("pattern", "forced"),
+    [
+        ("name: (foo|bar)", ["name", ":"]),
+        ('"name": "[a-z]+"', ['"', "name", '":', ' "']),
+        (r"The answer is \d+", ["The", " answer", " is"]),
+        ("hello", ["hello"]),
+        ("hello|help", []),
+        ("(hello)?", []),
+        ("(😨|😍)+", []),
+        ("日本語です?", None),
+    ],
+)
+def test_forced_tokens_are_cut_as_the_tokenizer_cuts_the_text(smol, pattern, forced):
+    state = compiled(pattern, smol).start()
+    tokens = state.forced_tokens()
+    if forced is not None:
+        assert [smol.tokens[token].decode() for token in tokens] == forced
+    for text in ("日本語です", "日本語で") if forced is None else ():
+        assert list(smol.encode(text)[: len(tokens)]) == tokens
+    for token in tokens:
+        state.advance(token)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(
-        text=st.text(alphabet="abt e\n1é中", min_size=1, max_size=12),
-        ends=st.lists(st.text("at e\n1.é", max_size=4), min_size=2, max_size=4),
-    )
-    def test_every_text_of_the_language_begins_with_them(self, smol, text, ends):
-        state = compiled(f"{re.escape(text)}(?:{'|'.join(map(re.escape, ends))})", smol).start()
-        forced = state.forced_tokens()
-        for end in ends:
-            assert list(smol.encode(text + end)[: len(forced)]) == forced, (text, end)
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    text=st.text(alphabet="abt e\n1é中", min_size=1, max_size=12),
+    ends=st.lists(st.text("at e\n1.é", max_size=4), min_size=2, max_size=4),
+)
+def test_every_text_of_the_language_begins_with_its_forced_tokens(smol, text, ends):
+    state = compiled(f"{re.escape(text)}(?:{'|'.join(map(re.escape, ends))})", smol).start()
+    forced = state.forced_tokens()
+    for end in ends:
+        assert list(smol.encode(text + end)[: len(forced)]) == forced, (text, end)
 
 
 def test_states_of_a_product_never_meet_a_dead_end(vocabulary):

@@ -38,7 +38,8 @@ class Beam(SearchStrategy):
     inner: TokenStrategy = Sample()
 
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        return self.num_beams
 
     def step(self, group: Any) -> Any: ...
 
@@ -49,7 +50,8 @@ class Contrastive(SearchStrategy):
     inner: TokenStrategy = Sample()
 
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        return self.k
 
     def step(self, group: Any) -> Any: ...
 
@@ -57,11 +59,12 @@ class Contrastive(SearchStrategy):
 class Mbr(SequenceStrategy):
     kind: Literal["mbr"] = "mbr"
     n: int = 16
-    inner: TokenStrategy | SearchStrategy
+    inner: TokenStrategy
     also: tuple[TokenStrategy, ...] = ()
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        return self.n
 
     def decide(self, request: Any) -> Any: ...
 
@@ -73,7 +76,8 @@ class Vote(SequenceStrategy):
     inner: TokenStrategy = Sample()
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        return 1
 
     def decide(self, request: Any) -> Any: ...
 

@@ -30,6 +30,19 @@ MBR = {"kind": "mbr", "n": 4, "inner": "sample"}
             {"cache": {"kind": "paged", "sinks": 4}},
             "cache.sinks: has no effect where all tokens are kept; give a window",
         ),
+        {"strategy": MBR, "generation": {"do_sample": True, "num_return_sequences": 5}},
+        "generation.num_return_sequences: 5 outputs are more than the 4 that 'mbr' chooses between; ask for fewer",
+        (),
+        (
+            {"strategy": "beam", "generation": {"num_return_sequences": 5}},
+            "generation.num_return_sequences: 5 outputs are more than the 4 that 'beam' chooses between",
+        ),
+        (
+            {"strategy": MBR, "generation": {"do_sample": True}, "cache": "dynamic"},
+            "cache: 'mbr' forks its rows, which a dynamic cache cannot; leave cache out",
+        ),
+        ({"strategy": "beam", "cache": {"kind": "dynamic"}}, "cache: 'beam' forks its rows"),
+        ({"strategy": {**MBR, "inner": "beam"}}, "strategy.inner: 'beam' is not a TokenStrategy"),
         ({"fallback": "relax"}, "fallback: there are no rules to relax"),
         ({"fallback": "relax", "rules": []}, "fallback: there are no rules to relax"),
         (
@@ -53,8 +66,7 @@ def test_refused(source: dict[str, Any], message: str) -> None:
         {"generation": {"num_return_sequences": 2, "do_sample": True}},
         {"strategy": MBR, "generation": {"do_sample": True, "num_return_sequences": 2}},
         {"strategy": {**MBR, "n": 1}},
-        {"strategy": {**MBR, "inner": "beam"}},
-        {"strategy": {**MBR, "inner": "beam", "n": 1}, "drafter": "ngram"},
+        {"strategy": {**MBR, "n": 1}, "drafter": "ngram"},
         {"fallback": "relax", "rules": ["top_p"]},
         {"rules": ["top_p"], "generation": {"do_sample": False}},
         {"generation": {"min_new_tokens": 2, "max_new_tokens": 2}},
@@ -70,5 +82,5 @@ def test_all_are_found() -> None:
 
 
 def test_innermost() -> None:
-    recipe = load_recipe({"strategy": {"kind": "mbr", "n": 1, "inner": {"kind": "beam", "inner": "dola"}}})
+    recipe = load_recipe({"strategy": {"kind": "beam", "inner": "dola"}})
     assert innermost(recipe.strategy).kind == "dola"

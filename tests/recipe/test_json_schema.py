@@ -21,7 +21,7 @@ GOOD: list[dict[str, Any]] = [
     {},
     {"strategy": "dola", "rules": ["top_p", {"kind": "temperature", "t": 0.5}], "cache": "dynamic"},
     {"cache": {"kind": "paged", "window": 1024, "sinks": 0}},
-    {"strategy": {"kind": "mbr", "n": 1, "inner": {"kind": "beam", "inner": {"kind": "dola", "layers": [1, 2]}}}},
+    {"strategy": {"kind": "mbr", "n": 1, "inner": {"kind": "dola", "layers": [1, 2]}}},
     {"strategy": {"kind": "decodekit:dola", "layers": "low"}},
     {"generation": {"seed": 2**64 - 1, "stop_strings": ["a"], "sequence_bias": [[[1], 2.0]], "max_time": None}},
     {"constraint": {"kind": "regex", "file": "x"}, "drafter": {"kind": "ngram"}, "fallback": "eos"},

@@ -149,7 +149,7 @@ class TestFaults:
                 "a.yaml:1:32: strategy.layers: should be 'low' or 'high' or a list, got 'mid'",
             ),
             ("strategy:\n  kind: mbr", "a.yaml:2:3: strategy.inner: missing: this option is required"),
-            ("strategy: {kind: mbr, inner: vote}", "a.yaml:1:30: strategy.inner: 'vote' is not a TokenStrategy or S"),
+            ("strategy: {kind: mbr, inner: vote}", "a.yaml:1:30: strategy.inner: 'vote' is not a TokenStrategy"),
             (
                 "strategy:\n  kind: mbr\n  inner:\n    kind: dola\n    layrs: low",
                 "a.yaml:5:5: strategy.inner.layrs: unknown option: did you mean 'layers'?",

@@ -1,10 +1,6 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import decodekit
 from decodekit.core.errors import Refused
@@ -12,33 +8,11 @@ from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels.layer_divergence import layer_divergence
 from decodekit.strategies.dola import Dola
 from decodekit.testing import check_strategy, tiny_model
+from tests.strategies.golden import DEMO, TINY, golden_model, left_pad, prompt_ids
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-TINY = json.loads((GOLDEN / "hf_decoders_tiny.json").read_text())["models"]
 DOLA_RUNS = ["dola_low", "dola_high", "dola_list", "dola_one", "dola_high_rp12"]
 
 pytestmark = pytest.mark.integration
-
-
-def golden_model(name: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    raw = json.loads((GOLDEN / f"tiny_{name}.config.json").read_text())
-    known = {
-        key: raw[key]
-        for key in raw
-        if key not in ("architectures", "model_type", "torch_dtype", "transformers_version")
-    }
-    model = LlamaForCausalLM(LlamaConfig(**known))
-    model.load_state_dict(load_file(GOLDEN / f"tiny_{name}.safetensors"), strict=not known["tie_word_embeddings"])
-    model.tie_weights()
-    return model.to(dtype).eval()
-
-
-def left_pad(prompts: list[list[int]], pad: int = 0) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]),
-    }
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -174,9 +148,6 @@ def test_early_layers_pass_the_models_scale_and_softcap(family: str) -> None:
         torch.testing.assert_close(read(out.hidden_states[1], norm=True), read(normed))
 
 
-DEMO = json.loads((GOLDEN / "hf_decoders_smollm2.json").read_text())["single"]
-
-
 class Noted(Dola):
     """DoLa that tells which layers it chose."""
 
@@ -189,13 +160,15 @@ class Noted(Dola):
 CHOSEN: list[list[int]] = []
 
 
-@pytest.mark.parametrize("run", [name for name, golden in DEMO.items() if "dola_layers" in golden["settings"]])
+@pytest.mark.parametrize(
+    "run", [name for name, golden in DEMO["single"].items() if "dola_layers" in golden["settings"]]
+)
 def test_compat_gives_the_layers_and_scores_on_the_demo_model(demo, run: str) -> None:
     model, _ = demo
-    options = dict(DEMO[run]["settings"])
+    options = dict(DEMO["single"][run]["settings"])
     strategy = Noted(layers=options.pop("dola_layers"), mode="compat")
     decoder = decodekit.Decoder(decodekit.load({}).recipe.model_copy(update={"strategy": strategy}))
-    for row in DEMO[run]["rows"]:
+    for row in DEMO["single"][run]["rows"]:
         CHOSEN.clear()
         ids = prompt_ids(row["prompt"])
         output = model.generate(
@@ -212,8 +185,3 @@ def test_compat_gives_the_layers_and_scores_on_the_demo_model(demo, run: str) ->
         assert row["dola_layer"] == CHOSEN
         best = torch.stack([scores.max() for scores in output.scores])
         torch.testing.assert_close(best, torch.tensor(row["step_top1_score"]), atol=1e-4, rtol=1e-4)
-
-
-def prompt_ids(text: str) -> torch.Tensor:
-    prompts = json.loads((GOLDEN / "hf_decoders_smollm2.json").read_text())["meta"]["prompts"]
-    return torch.tensor([next(prompt["ids"] for prompt in prompts if prompt["text"] == text)])

@@ -1,0 +1,169 @@
+"""JSON Schema: texts that are JSON and fit a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jsonschema
+from pydantic import Field, field_validator
+
+from decodekit.core.errors import InputError, UnsupportedConstraint
+from decodekit.core.options import RecipePath
+from decodekit.core.protocols import Constraint
+from decodekit.core.vocabulary import Vocabulary
+from decodekit.llg.engine import CompiledGrammar, is_empty
+from decodekit.schemas.compiler import SchemaGrammar, Whitespace
+from decodekit.schemas.translate import draft_of
+
+MAX_CHARACTERS = 4 * 2**20
+MAX_PARTS = 200_000
+MAX_DEPTH = 100
+
+_VALIDATORS = {
+    "4": jsonschema.Draft4Validator,
+    "6": jsonschema.Draft6Validator,
+    "7": jsonschema.Draft7Validator,
+    "2019-09": jsonschema.Draft201909Validator,
+    "2020-12": jsonschema.Draft202012Validator,
+}
+
+
+class JsonSchema(Constraint):
+    r"""JSON that fits a schema: drafts 4, 6, 7, 2019-09 and 2020-12, members in any order, ``1.0`` for an integer.
+
+    The schema becomes a context-free grammar over the text (a bit of a rule's parameter for each name), which llguidance turns
+    into masks. The text is RFC 8259 with names that come once, characters escaped or not (printable ASCII other than ``"``,
+    ``\`` and ``/`` is not), and numbers as decimals or with one digit before the point and an exponent. Cost: milliseconds
+    once, and 10-300 us a token.
+    """
+
+    cost: ClassVar[str] = "one mask a token"
+
+    kind: Literal["json_schema"] = "json_schema"
+    schema_: bool | dict[str, Any] | RecipePath = Field(
+        alias="schema", description="the schema, or the file that holds it, relative to the recipe"
+    )
+    draft: Literal["4", "6", "7", "2019-09", "2020-12"] | None = Field(
+        None, description="the draft of a schema without $schema; by default told from its keywords"
+    )
+    format: Literal["assert", "annotate"] | None = Field(
+        None, description="whether format binds; by default only before draft 2019-09, beside type: string"
+    )
+    whitespace: Whitespace = Field(
+        "spaces",
+        description="compact: none; spaces: one may follow a comma or colon; indented: line breaks and indents too",
+    )
+    unsupported: Literal["error", "validate"] = Field(
+        "error", description="what cannot be enforced is refused by name, or checked on the finished text"
+    )
+
+    @field_validator("schema_")
+    @classmethod
+    def _within_limits(cls, schema: Any) -> Any:
+        if not isinstance(schema, Path):
+            _check_size(schema)
+        return schema
+
+    @cached_property
+    def document(self) -> Any:
+        """The schema, read from its file where it has one.
+
+        Raises:
+            InputError: the file cannot be read, or is too large.
+        """
+        if not isinstance(self.schema_, Path):
+            return self.schema_
+        try:
+            if (size := self.schema_.stat().st_size) > MAX_CHARACTERS:
+                raise InputError(
+                    f"the schema {str(self.schema_)!r} has {size} bytes; at most {MAX_CHARACTERS} are read"
+                )
+            document = json.loads(self.schema_.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"the schema {str(self.schema_)!r} cannot be read: {error}") from error
+        try:
+            _check_size(document)
+        except ValueError as error:
+            raise InputError(f"the schema {str(self.schema_)!r} cannot be used: {error}") from error
+        return document
+
+    def compile(self, vocabulary: Vocabulary) -> CompiledGrammar:
+        grammar = self.grammar()
+        return CompiledGrammar(grammar.lark, vocabulary, grammar.relaxed, grammar.names)
+
+    def grammar(self) -> SchemaGrammar:
+        """The schema as a grammar in llguidance's Lark.
+
+        Raises:
+            UnsupportedConstraint: a keyword cannot be enforced, and ``unsupported`` is ``error``.
+            InputError: it is no schema, or one that no value fits.
+        """
+        document = self.document
+        draft = self.draft_used
+        try:
+            # Not its formats: patterns are ECMAScript's, which Python's re does not know.
+            _VALIDATORS[draft].check_schema(document, format_checker=jsonschema.FormatChecker(()))
+        except jsonschema.SchemaError as error:
+            raise InputError(
+                f"this is no JSON Schema of draft {draft}: {error.json_path}: {error.message[:200]}"
+            ) from error
+        try:
+            grammar = SchemaGrammar(
+                document,
+                draft=draft,
+                whitespace=self.whitespace,
+                assert_format=None if self.format is None else self.format == "assert",
+                relax=self.unsupported == "validate",
+                empty=is_empty,
+            )
+            _ = grammar.lark
+            return grammar
+        except RecursionError as error:
+            raise UnsupportedConstraint("the schema is nested too deeply", ["$ref"]) from error
+
+    @property
+    def draft_used(self) -> str:
+        """The draft that the schema is read by."""
+        declared = isinstance(self.document, Mapping) and "$schema" in self.document
+        return draft_of(self.document) if declared or self.draft is None else self.draft
+
+    def violation(self, text: str) -> str | None:
+        """What is wrong with a finished text, as jsonschema says it; ``None`` if it fits the schema."""
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            return f"no JSON: {error}"
+        validator = _VALIDATORS[self.draft_used]
+        checker = validator.FORMAT_CHECKER if self.format == "assert" else None
+        try:
+            fault = next(validator(self.document, format_checker=checker).iter_errors(value), None)
+        except re.error as wrong:
+            return f"cannot be checked: a pattern is none of Python's: {wrong}"
+        return None if fault is None else f"{fault.json_path}: {fault.message}"
+
+
+def _check_size(schema: Any) -> None:
+    """Refuse a schema whose compilation could take long, before anything is made of it."""
+    stack = [(schema, 0)]
+    parts = characters = 0
+    while stack:
+        part, depth = stack.pop()
+        parts += 1
+        if isinstance(part, str):
+            characters += len(part)
+        elif isinstance(part, Mapping):
+            characters += sum(len(key) for key in part if isinstance(key, str))
+            stack += ((value, depth + 1) for value in part.values())
+        elif isinstance(part, list | tuple):
+            stack += ((value, depth + 1) for value in part)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the schema is nested more than {MAX_DEPTH} deep")
+        if parts + len(stack) > MAX_PARTS or characters > MAX_CHARACTERS:
+            raise ValueError(f"the schema has more than {MAX_PARTS} parts or {MAX_CHARACTERS} characters")

@@ -1,0 +1,53 @@
+"""Linear layers on two to five rows at once, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+FEWEST, MOST = 2, 5
+
+
+@contextmanager
+def few_rows(model: nn.Module) -> Iterator[None]:
+    """A context in which float32 linear layers on a CPU compute ``(W x^T)^T`` for two to five rows.
+
+    BLAS multiplies ``x W^T`` for so few rows at a fraction of the speed that memory allows: two rows take 1.6 times as long
+    as one (measured with MKL on an AMD EPYC, 135M weights, one thread), with the operands swapped .65 times. The sums are
+    the same, in another order.
+
+    Args:
+        model: the model; a layer whose forward was already replaced (hooks of accelerate, ...) is left alone.
+    """
+    layers = [
+        layer
+        for layer in model.modules()
+        if type(layer) is nn.Linear
+        and layer.weight.dtype == torch.float32
+        and layer.weight.device.type == "cpu"
+        and "forward" not in vars(layer)
+    ]
+    for layer in layers:
+        vars(layer)["forward"] = partial(_forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """[..., in] to [..., out]."""
+    rows = hidden.shape[:-1].numel()
+    if not FEWEST <= rows <= MOST:
+        return nn.functional.linear(hidden, layer.weight, layer.bias)
+    columns = hidden.reshape(rows, -1).t()
+    if layer.bias is None:
+        product = torch.mm(layer.weight, columns)
+    else:
+        product = torch.addmm(layer.bias.unsqueeze(-1), layer.weight, columns)
+    return product.t().contiguous().view(*hidden.shape[:-1], -1)

@@ -1,0 +1,1 @@
+"""Context-free grammars as masks, through llguidance."""

@@ -1,0 +1,308 @@
+"""llguidance as the engine of context-free grammars: Lark text in, masks out.
+
+https://github.com/guidance-ai/llguidance: an Earley parser over a lexer of regex derivatives, walked over a trie of the tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from typing import Any, Self
+
+import llguidance
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from torch import Tensor
+
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_tokens, mask_words
+from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
+from decodekit.core.vocabulary import Vocabulary
+from decodekit.llg.ends import CLOSING, json_end, searched_end
+
+MAX_GRAMMAR = 8 * 2**20
+"""Characters of a grammar's text: longer ones are refused before the engine reads them."""
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class CompiledGrammar(CompiledConstraint):
+    """Masks for the language of a grammar.
+
+    Args:
+        lark: a grammar in llguidance's Lark, with the rule ``start``.
+        vocabulary: of the model.
+        unsupported: the keywords of the source that the grammar leaves out.
+        names: where the texts are JSON, the names that its objects may need, the required first.
+
+    Raises:
+        UnsupportedConstraint: the grammar is beyond the engine's limits.
+        InputError: it has an error, or the vocabulary has no EOS to end a text with.
+    """
+
+    def __init__(
+        self,
+        lark: str,
+        vocabulary: Vocabulary,
+        unsupported: Iterable[str] = (),
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.names = names
+        self.unsupported = tuple(unsupported)
+        self.exact = not self.unsupported
+        lark = _spaced(lark) if vocabulary.drops_first_space else lark
+        self._matcher = _matcher(engine_tokenizer(vocabulary), lark)
+        if _is_dead(self._matcher.deep_copy()):
+            raise InputError("no text satisfies this grammar")
+        self.closing = _closing_tokens(vocabulary)
+        self._lark = lark
+        self._over_bytes: LLMatcher | None = None
+
+    def start(self) -> GrammarState:
+        """A fresh state before the first token."""
+        return GrammarState(self, self._matcher.deep_copy(), [])
+
+    def over_bytes(self, text: bytes) -> LLMatcher:
+        """The place after these bytes, to go on byte by byte, which is quicker than by tokens."""
+        if self._over_bytes is None:
+            self._over_bytes = _matcher(_bytes_tokenizer(), self._lark)
+        matcher = self._over_bytes.deep_copy()
+        matcher.consume_tokens(list(text))
+        return matcher
+
+    def fewest_tokens(self, text: bytes) -> int | None:
+        """How many tokens spell these bytes at least; ``None`` if none do."""
+        spellings, longest = _spellings(self.vocabulary)
+        fewest: list[int | None] = [0]
+        for end in range(1, len(text) + 1):
+            before = [
+                count
+                for start in range(max(0, end - longest), end)
+                if (count := fewest[start]) is not None and text[start:end] in spellings
+            ]
+            fewest.append(min(before) + 1 if before else None)
+        return fewest[-1]
+
+
+class GrammarState(ConstraintState):
+    """One row's place in a grammar."""
+
+    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher, taken: list[int], ended: int = 0) -> None:
+        self._compiled = compiled
+        self._matcher = matcher
+        self._taken = taken
+        self._ended = ended
+
+    def mask(self, out: Tensor, row: int) -> None:  # noqa: D102
+        vocabulary = self._compiled.vocabulary
+        words = out[row]
+        if self._ended or self._matcher.is_stopped():
+            words.zero_()
+            for token in vocabulary.eos_ids:
+                words[token // 32] |= torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+            return
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * mask_words(vocabulary.width))
+        if self._matcher.is_error():
+            raise RowError(f"the grammar's mask cannot be computed: {_reason(self._matcher.get_error())}")
+
+    def advance(self, token: int) -> None:  # noqa: D102
+        if token in self._compiled.vocabulary.eos_ids:
+            if not self.is_accepting():
+                raise RowError(f"token {token} ends the text where the grammar does not allow an end")
+            self._ended += 1
+        elif self._ended or not self._takes(token):
+            raise RowError(f"token {token} is not legal here")
+        else:
+            self._taken.append(token)
+
+    def _takes(self, token: int) -> bool:
+        # The engine must not see what it would not survive: ids of special tokens and beyond the vocabulary.
+        tokens = self._compiled.vocabulary.tokens
+        known = 0 <= token < len(tokens) and tokens[token] is not None
+        return known and self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, count: int) -> None:  # noqa: D102
+        if count > len(self._taken) + self._ended:
+            raise ValueError(f"{count} tokens cannot be taken back: {len(self._taken) + self._ended} were taken")
+        ends = min(count, self._ended)
+        self._ended -= ends
+        if back := count - ends:
+            self._matcher.rollback(back)
+            del self._taken[-back:]
+
+    def fork(self) -> Self:  # noqa: D102
+        return type(self)(self._compiled, self._matcher.deep_copy(), self._taken[:], self._ended)
+
+    def forced_tokens(self) -> list[int]:  # noqa: D102
+        if self._ended or self._matcher.is_stopped():
+            return []
+        forced = self._over_bytes()[0].compute_ff_bytes()
+        tokens, _ = engine_tokenizer(self._compiled.vocabulary).tokenize_partial(forced)
+        return list(tokens)
+
+    def is_accepting(self) -> bool:  # noqa: D102
+        return bool(self._ended) or self._matcher.is_accepting()
+
+    def min_tokens_to_accept(self, limit: int) -> int | None:
+        """As the protocol says, found by a bounded search: an upper bound where there are many ways to go on."""
+        end = self.shortest_end()
+        if end is None:
+            return None
+        needed = self._compiled.fewest_tokens(end)
+        return needed if needed is not None and needed <= limit else None
+
+    def shortest_end(self) -> bytes | None:
+        """Few bytes after which the text may end; ``None`` where a bounded search finds none.
+
+        See ``decodekit.llg.ends``.
+        """
+        if self.is_accepting():
+            return b""
+        matcher, text = self._over_bytes()
+        if self._compiled.names is not None:
+            end = json_end(matcher, text, self._compiled.names)
+            if end is not None:
+                return end
+        return searched_end(matcher, LLMatcher.is_accepting)
+
+    def _over_bytes(self) -> tuple[LLMatcher, bytes]:
+        tokens = self._compiled.vocabulary.tokens
+        text = b"".join(tokens[token] or b"" for token in self._taken)
+        return self._compiled.over_bytes(text), text
+
+    def mask_within(self, out: Tensor, row: int, limit: int) -> None:
+        """As the protocol says, near the limit: of the legal tokens, those for which an end is found in time.
+
+        Far from it (four times the tokens that an end takes now, and 64 more) every legal token is taken to leave time enough.
+        """
+        self.mask(out, row)
+        end = self.shortest_end()
+        needed = None if end is None else self._compiled.fewest_tokens(end)
+        if needed is not None and limit >= 4 * needed + 64:
+            return
+        tokens = self._compiled.vocabulary.tokens
+        kept = torch.zeros(out.shape[1], dtype=torch.int64)
+        for token in mask_tokens(out[row]):
+            piece = tokens[token]
+            if piece is None:
+                in_time = True  # an EOS
+            elif end and end.startswith(piece):
+                after = self._compiled.fewest_tokens(end[len(piece) :])
+                in_time = after is not None and after < limit
+            elif needed is not None and needed >= limit:
+                in_time = False  # what is off the shortest way takes longer
+            else:
+                in_time = token in self._compiled.closing and self._ends_within(token, limit - 1)
+            if in_time:
+                kept[token // 32] |= 1 << token % 32
+        out[row] = kept.to(torch.int32)
+
+    def _ends_within(self, token: int, limit: int) -> bool:
+        ahead = self.fork()
+        ahead.advance(token)
+        return ahead.min_tokens_to_accept(limit) is not None
+
+
+@lru_cache(maxsize=4096)
+def is_empty(terminal: str) -> bool:
+    """Whether a terminal, in the syntax of a grammar's right side, matches no text.
+
+    Raises:
+        UnsupportedConstraint: it is beyond the engine's limits.
+    """
+    return _is_dead(_matcher(_bytes_tokenizer(), f"start: T\nT: {terminal}\n"))
+
+
+def _is_dead(matcher: LLMatcher) -> bool:
+    """Whether no text goes on from here, which leaves the matcher in error."""
+    return not any(matcher.compute_bitmask()) or matcher.is_error()
+
+
+def _matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
+    if len(lark) > MAX_GRAMMAR:
+        raise UnsupportedConstraint(f"a grammar of {len(lark)} characters is more than {MAX_GRAMMAR}", ["grammar"])
+    # With forcing, of the tokens that spell forced bytes only the one that the tokenizer would cut is legal.
+    options = "" if tokenizer is _bytes_tokenizer() else '%llguidance {"no_forcing": true}\n'
+    grammar = LLMatcher.grammar_from_lark(options + lark)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        reason = _reason(matcher.get_error())
+        if re.search(r"too (large|big|complex|many)|limit|fuel|exceed", reason):
+            raise UnsupportedConstraint(f"the grammar is more than the engine can hold: {reason}", ["grammar"])
+        raise InputError(f"the grammar has an error: {reason}")
+    return matcher
+
+
+def _reason(message: str) -> str:
+    """The first line of an error of the engine, cut to fit in a line."""
+    return message.strip().split("\n")[0][:200]
+
+
+def _spaced(lark: str) -> str:
+    """The same language with a space before it or none, for decoders that drop the first."""
+    return "start: DK_SPACE? dk_start\nDK_SPACE: / /\n" + re.sub(r"(?m)^start(?=\s*:)", "dk_start", lark, count=1)
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer, answered from a vocabulary."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.special_token_ids = [index for index, token in enumerate(vocabulary.tokens) if token is None]
+        self.tokens = [token or f"<|{index}|>".encode() for index, token in enumerate(vocabulary.tokens)]
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: str) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("the tokenizer takes text")
+        return list(self._vocabulary.encode(text))
+
+
+class _Bytes:
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<|end|>")
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+@cache
+def _bytes_tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
+
+
+@lru_cache(maxsize=8)
+def engine_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """The vocabulary as llguidance has it, made once.
+
+    Raises:
+        InputError: it has no EOS.
+    """
+    eos = [token for token in vocabulary.eos_ids if token < vocabulary.width]
+    if not eos:
+        raise InputError("a constraint needs an EOS among the model's tokens to end a text with; give eos_token_id")
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(vocabulary)),
+        n_vocab=vocabulary.width,
+        eos_token=eos,
+        slices=llguidance.LLTokenizer.json_slices(),
+    )
+
+
+@lru_cache(maxsize=8)
+def _spellings(vocabulary: Vocabulary) -> tuple[frozenset[bytes], int]:
+    """What the tokens spell, and the length of the longest."""
+    found = frozenset(token for token in vocabulary.tokens if token is not None)
+    return found, max(map(len, found))
+
+
+@lru_cache(maxsize=8)
+def _closing_tokens(vocabulary: Vocabulary) -> frozenset[int]:
+    """The tokens made only of signs that close something."""
+    return frozenset(
+        index for index, token in enumerate(vocabulary.tokens) if token is not None and CLOSING.issuperset(token)
+    )

@@ -1,0 +1,1 @@
+"""Utilities, one a file."""

@@ -1,0 +1,70 @@
+"""DoLa on TruthfulQA's multiple choice, by the sum and by the mean of an answer's log-probabilities.
+
+MC1 is how often the best answer scores above all false ones, MC2 the share of probability of the true answers, MC3 the share of
+true answers that score above every false one (Lin et al., 2022, arXiv:2109.07958). By sums, long answers lose; a method that
+flattens the distribution of tokens changes that, whatever it knows. Hence both: a gain that the mean does not show is one of
+length.
+
+    python examples/dola_truthfulqa.py truthfulqa.jsonl --limit 100
+
+DATA has a line a question: {"question", "best", "true": [text, ...], "false": [text, ...]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+import decodekit
+from decodekit.integrations.models import load_model
+
+
+def main() -> None:
+    """Score every answer with both decoders."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--layers", default="high", help="candidate layers: low or high")
+    parser.add_argument("--limit", type=int, help="use every k-th question, so that this many remain")
+    parser.add_argument("-m", "--model", help="a Hugging Face id or local folder; the demo model if left out")
+    options = parser.parse_args()
+
+    rows = [json.loads(line) for line in options.data.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    # The questions are sorted by category: the first N would be of a few of them.
+    rows = rows[:: max(1, len(rows) // (options.limit or len(rows)))][: options.limit]
+    model, tokenizer = load_model(options.model)
+    # relative_top 0: an answer may hold tokens that the final layer finds unlikely, and must still have a score.
+    dola = {"kind": "dola", "layers": options.layers, "relative_top": 0}
+    for name, recipe in {"plain": {}, "dola": {"strategy": dola}}.items():
+        decoder = decodekit.load(recipe)
+        figures: dict[str, list[tuple[float, float, float]]] = {"sum": [], "mean": []}
+        for row in rows:
+            scores = {
+                side: [
+                    decoder.score(model, tokenizer, f"Q: {row['question']}\nA:", f" {answer}", raw=True)
+                    for answer in row[side]
+                ]
+                for side in ("true", "false")
+            }
+            best = row["true"].index(row["best"])
+            for how, reduce in (("sum", sum), ("mean", mean)):
+                true, false = ([reduce(own) for own in scores[side]] for side in ("true", "false"))
+                figures[how].append(multiple_choice(true, false, best))
+        for how, found in figures.items():
+            mc1, mc2, mc3 = (mean(column) for column in zip(*found, strict=True))
+            print(f"{name}, {how} of log-probabilities: MC1 {mc1:.3f} MC2 {mc2:.3f} MC3 {mc3:.3f} (n={len(found)})")
+
+
+def multiple_choice(true: Sequence[float], false: Sequence[float], best: int) -> tuple[float, float, float]:
+    """MC1, MC2 and MC3 of one question from the scores of its answers."""
+    shares = torch.tensor([*true, *false]).softmax(0)
+    highest = max(false)
+    return float(true[best] > highest), float(shares[: len(true)].sum()), mean(float(own > highest) for own in true)
+
+
+if __name__ == "__main__":
+    main()

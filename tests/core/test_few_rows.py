@@ -1,0 +1,45 @@
+import pytest
+import torch
+from torch import nn
+
+from decodekit.core import few_rows as module
+from decodekit.core.few_rows import few_rows
+
+
+def expected(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(hidden, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (5, 1), (2, 3), (5,), (), (2, 0)], ids=str)
+@torch.no_grad()
+def test_a_layer_gives_the_same_numbers(bias, shape) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer, hidden = nn.Linear(7, 11, bias=bias), torch.randn(*shape, 7, generator=generator)
+    with few_rows(layer):
+        found = layer(hidden)
+    torch.testing.assert_close(found, expected(layer, hidden))
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize(("rows", "swapped"), [(1, 0), (2, 1), (5, 1), (6, 0)])
+@torch.no_grad()
+def test_only_few_rows_are_swapped(monkeypatch, rows, swapped) -> None:
+    calls = []
+    mm = torch.mm
+    monkeypatch.setattr(module.torch, "mm", lambda *given: calls.append(given) or mm(*given))
+    with few_rows(layer := nn.Linear(7, 11, bias=False)):
+        layer(torch.randn(rows, 7))
+    assert len(calls) == swapped
+
+
+def test_layers_are_as_before_afterwards_and_others_are_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    hooked = nn.Linear(3, 3)
+    hooked.forward = lambda hidden: hidden
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).double(), Own(3, 3), hooked])
+    with few_rows(model):
+        assert ["forward" in vars(layer) for layer in model] == [True, False, False, True]
+    assert ["forward" in vars(layer) for layer in model] == [False, False, False, True]
