@@ -30,9 +30,10 @@ MBR = {"kind": "mbr", "n": 4, "inner": "sample"}
             {"cache": {"kind": "paged", "sinks": 4}},
             "cache.sinks: has no effect where all tokens are kept; give a window",
         ),
-        {"strategy": MBR, "generation": {"do_sample": True, "num_return_sequences": 5}},
-        "generation.num_return_sequences: 5 outputs are more than the 4 that 'mbr' chooses between; ask for fewer",
-        (),
+        (
+            {"strategy": MBR, "generation": {"do_sample": True, "num_return_sequences": 5}},
+            "generation.num_return_sequences: 5 outputs are more than the 4 that 'mbr' chooses between; ask for fewer",
+        ),
         (
             {"strategy": "beam", "generation": {"num_return_sequences": 5}},
             "generation.num_return_sequences: 5 outputs are more than the 4 that 'beam' chooses between",
