@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from decodekit.core.errors import InputError, PluginError, Refused
 from decodekit.core.protocols import Drafter, SearchStrategy, TokenStrategy
 from decodekit.core.types import Branch
 from decodekit.recipe import Recipe
-from decodekit.runtime.caches import paged_cache
+from decodekit.runtime.caches import context_length, paged_cache
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import SequenceState
@@ -29,7 +29,9 @@ def too_long(length: int, context: int | None) -> str | None:
     return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
 
 
-def _branches(strategy: TokenStrategy, sequence: SequenceState, models: Mapping[str, Any]) -> dict[str, Branch]:
+def _branches(
+    strategy: TokenStrategy, sequence: SequenceState, context_of: Callable[[Branch], int | None]
+) -> dict[str, Branch]:
     """The branches of a row by name; none, and the row has failed, where it cannot have them.
 
     The prompt of the main branch becomes the row's, and the context that is left shortest its limit.
@@ -49,9 +51,7 @@ def _branches(strategy: TokenStrategy, sequence: SequenceState, models: Mapping[
         return {}
     prompt, rooms = own[0].prompt_ids, []
     for branch in own:
-        length, context = len(branch.prompt_ids), sequence.limits.context
-        if branch.model in models:
-            context = compat.context_length(models[branch.model])
+        length, context = len(branch.prompt_ids), context_of(branch)
         why = "its prompt is empty" if not length else too_long(length, context)
         if why is not None:
             sequence.fail(f"branch {branch.name!r} of {strategy.kind!r}: {why}")
@@ -82,7 +82,12 @@ def sessions_of(
             layers = tuple(dict.fromkeys([*layers, *_hidden_layers(reader, compat.text_config(model))]))
     # A row that cannot be decoded still takes its place in a rectangular batch.
     blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
-    branches = [_branches(strategy, sequence, models) for sequence in sequences]
+
+    def context_of(branch: Branch) -> int | None:
+        given = prepared.model_kwargs.get(compat.CACHE_KEY) if branch.model == "main" else None
+        return context_length(models.get(branch.model, model), recipe, given)
+
+    branches = [_branches(strategy, sequence, context_of) for sequence in sequences]
     runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     prompts = {
         name: [own[name].prompt_ids if name in own else instead for own, instead in zip(branches, blank, strict=True)]

@@ -174,12 +174,6 @@ class TextCall:
         """The log-probabilities of these tokens after the one prompt."""
         if self._errors:
             raise InputError(self._errors[0])
-        cache, length = self._recipe.cache, len(self._prompts[0]) + len(ids)
-        if isinstance(cache, PagedSpec) and cache.window is not None and length > cache.sinks + cache.window:
-            raise Refused(
-                f"{length} tokens cannot be scored with cache.window {cache.window}: all are forwarded at once, and no mask "
-                f"tells what each sees; up to {cache.sinks + cache.window} can, or leave window out"
-            )
         # One row, whose tokens are all known, in one forward.
         options = {"num_return_sequences": 1, "prefill_chunk_size": None}
         generation = self._recipe.generation.model_copy(update=options)
@@ -191,7 +185,13 @@ class TextCall:
         if sequence.error is not None:
             raise InputError(sequence.error)
         length, context = len(sequence.request.prompt_ids), sequence.limits.context
-        if context is not None and length + len(ids) > context:
+        cache, whole = self._recipe.cache, length + len(ids)
+        if isinstance(cache, PagedSpec) and cache.window is not None and whole > cache.sinks + cache.window:
+            raise Refused(
+                f"{whole} tokens cannot be scored with cache.window {cache.window}: all are forwarded at once, and no mask "
+                f"tells what each sees; up to {cache.sinks + cache.window} can, or leave window out"
+            )
+        if context is not None and whole > context:
             raise InputError(
                 f"the prompt has {length} tokens and the continuation {len(ids)}; the model's context holds {context} in all"
             )
