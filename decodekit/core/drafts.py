@@ -143,6 +143,14 @@ class DraftState(ABC):
     def propose(self, rows: Sequence[DraftRow], budgets: Sequence[int]) -> Sequence[Draft]:
         """[R] drafts of at most so many nodes each; an empty one where there is nothing to propose."""
 
+    def prefilled(self, rows: Sequence[DraftRow], hidden: Sequence[Mapping[int, Tensor]]) -> None:  # noqa: B027
+        """The prompts of these rows were forwarded; where the drafter ``reads_prompt``.
+
+        Args:
+            rows: [R] the rows.
+            hidden: [R] the drafter's hidden layers, [T, H] each over the prompt.
+        """
+
     def observe(self, verified: Sequence[Verified]) -> None:  # noqa: B027  many keep nothing
         """Learn from what a forward of the target model gave; also called for rows without a draft."""
 
@@ -154,6 +162,10 @@ class DraftState(ABC):
 
     def close(self) -> None:  # noqa: B027  many keep nothing
         """The call is over."""
+
+    def seconds(self) -> Mapping[str, float]:
+        """Parts of what proposing and observing took, by name, for ``Output.stats``."""
+        return {}
 
 
 class Runner(Protocol):
@@ -191,15 +203,20 @@ class DraftHost(Protocol):
     sample: bool
     vocab: int
 
-    def runner(self, model: Any, *, layers: Sequence[int] = ()) -> Runner:
-        """Another model over a cache of its own.
-
-        Args:
-            model: a loaded model, or the name under which one was bound.
-            layers: hidden layers to keep in its outputs.
+    def bound(self, name: str) -> tuple[Any, Any]:
+        """The model of this name, and its tokenizer; ``None`` where it came without.
 
         Raises:
             InputError: no model of that name was bound.
+        """
+
+    def runner(self, model: Any, *, layers: Sequence[int] = (), stretch: int = 1) -> Runner:
+        """Another model over a cache of its own.
+
+        Args:
+            model: a loaded model.
+            layers: hidden layers to keep in its outputs.
+            stretch: how many of its tokens there may be for one of the target's, on average.
         """
 
     def probabilities(self, rows: Sequence[DraftRow], ahead: Sequence[Sequence[int]], logits: Tensor) -> Tensor:

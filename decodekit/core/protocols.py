@@ -208,9 +208,11 @@ class Drafter(Plugin):
 
     Attributes:
         cheap: proposing costs next to nothing, so that it is asked even where drafts may be cut afterwards.
+        reads_prompt: its ``hidden_layers`` are read over the whole prompt too, by :meth:`DraftState.prefilled`.
     """
 
     cheap: ClassVar[bool] = True
+    reads_prompt: ClassVar[bool] = False
 
     max_tokens: int = Field(5, ge=1, le=256, description="most tokens of a draft")
     schedule: Literal["constant", "heuristic", "dynamic"] = Field(
@@ -218,6 +220,10 @@ class Drafter(Plugin):
         description="length of drafts: always max_tokens; two longer after full acceptance and one shorter else; or what "
         "measured acceptance and seconds make fastest, which may be none",
     )
+
+    def models(self) -> tuple[str, ...]:
+        """The other models that it runs: ids, folders, or names for ``Decoder.bind(models=...)``."""
+        return ()
 
     def hidden_layers(self, config: Any) -> tuple[int, ...]:
         """The target's hidden layers that ``observe`` reads, as :meth:`TokenStrategy.hidden_layers`."""

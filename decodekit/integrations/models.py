@@ -96,8 +96,8 @@ def load_model(
 
 def load_others(
     recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, progress: Progress | None = None
-) -> dict[str, PreTrainedModel]:
-    """Load the models that a recipe's strategy names beside the main one, each once: for ``Decoder.bind(models=...)``.
+) -> dict[str, PreTrainedModel | Loaded]:
+    """Load the models that a recipe names beside the main one, each once: for ``Decoder.bind(models=...)``.
 
     Args:
         recipe: the recipe, such as ``decoder.recipe``.
@@ -107,10 +107,10 @@ def load_others(
 
     Raises:
         InputError: one cannot be loaded.
-        Refused: one has another vocabulary, so that it cannot be fed the main model's tokens.
+        Refused: the strategy's has another vocabulary, so that it cannot be fed the main model's tokens.
     """
     strategy = innermost(recipe.strategy)
-    others = {}
+    others: dict[str, PreTrainedModel | Loaded] = {}
     for name in dict.fromkeys(strategy.models() if isinstance(strategy, TokenStrategy) else ()):
         others[name], own = load_model(name, device=model.device, progress=progress)
         if (theirs := own.get_vocab()) != (ours := tokenizer.get_vocab()):
@@ -119,6 +119,9 @@ def load_others(
                 f"strategy {strategy.kind!r}: the vocabulary of model {name!r} ({len(theirs)} tokens) differs from the main "
                 f"model's ({len(ours)}) in {differing} entries; give a model of the same family"
             )
+    for name in recipe.drafter.models() if recipe.drafter is not None else ():
+        if name not in others:
+            others[name] = load_model(name, device=model.device, progress=progress)
     return others
 
 

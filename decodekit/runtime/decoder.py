@@ -32,7 +32,8 @@ class Decoder:
     Attributes:
         recipe: what to do.
         tokenizer: for stop strings, texts in rules and chat templates, where a call gives none.
-        models: other models by name (draft, amateur, ...).
+        models: other models by name (draft, amateur, ...); a draft model of another vocabulary with its tokenizer, as
+            ``load_model`` gives both.
         streamer: gets the tokens as they are chosen, where a call gives none.
     """
 

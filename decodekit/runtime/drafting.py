@@ -87,7 +87,7 @@ class Host:
     Args:
         model: the target.
         tokenizer: its tokenizer, or ``None``.
-        models: other models by name.
+        models: other models by name, alone or with their tokenizer.
         pipeline: the target's rules.
         tokens: most tokens that all rows hold together.
         device: where rules run.
@@ -108,15 +108,18 @@ class Host:
         self._models, self._pipeline, self._tokens, self._device = models, pipeline, tokens, device
         self._runners: list[CachedRunner] = []
 
-    def runner(self, model: Any, *, layers: Sequence[int] = ()) -> CachedRunner:
+    def bound(self, name: str) -> tuple[Any, Any]:
+        """The model of this name, and its tokenizer; ``None`` where it came without."""
+        if name not in self._models:
+            raise InputError(
+                f"the drafter needs a model called {name!r}; give decoder.bind(models={{{name!r}: load_model(...)}})"
+            )
+        given = self._models[name]
+        return given if isinstance(given, tuple) else (given, None)
+
+    def runner(self, model: Any, *, layers: Sequence[int] = (), stretch: int = 1) -> CachedRunner:
         """Another model over a cache of its own."""
-        if isinstance(model, str):
-            if model not in self._models:
-                raise InputError(
-                    f"the drafter needs a model called {model!r}; give decoder.bind(models={{{model!r}: model}})"
-                )
-            model = self._models[model]
-        runner = CachedRunner(model, self._tokens, layers)
+        runner = CachedRunner(model, self._tokens * stretch, layers)
         self._runners.append(runner)
         return runner
 

@@ -151,6 +151,8 @@ class Loop:
             rows = [sequence.row for _, sequence in fresh]
             parts.append(_merged(session.prefill(rows) for session in self.sessions))
             self._held.update(rows)
+            if self.speculation is not None:
+                self.speculation.prefilled([sequence for _, sequence in fresh])
         for task, _ in ready:
             # A candidate's first token follows the prompt, which was forwarded for all of them.
             assert isinstance(task, SequenceTask)

@@ -133,10 +133,11 @@ class Pipeline:
         return Picked(tokens, logits, failures, stages if record else [])
 
     def shape(self, rows: Rows, logits: Tensor) -> Tensor:
-        """[P, V] logits as the rules make them that keep no state; a position that they leave nothing keeps what it had."""
+        """[P, V] logits as the steps make them that keep no state; a position that they leave nothing keeps what it had."""
         given = logits
         for index, (_, step) in enumerate(self.steps):
-            if isinstance(step, Rule) and index not in self.stateful:
+            own = isinstance(step, Rule) and index not in self.stateful
+            if own or getattr(step, "stateless", False):
                 logits = self._apply(index, rows, logits, [()] * len(self.steps))
         return torch.where(torch.isfinite(logits.amax(-1, keepdim=True)), logits, given)
 

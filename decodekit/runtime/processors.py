@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import LogitsProcessor
+from transformers.generation import LogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 
 from decodekit.core import compat
 from decodekit.core.types import Rows
@@ -49,10 +49,14 @@ class OptionStep:
 
     Args:
         processors: [R] one a row, or the same for all rows where these are of one length.
+
+    Attributes:
+        stateless: what they do depends on ids and logits alone, so that any position can be shown at any time.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = processors
+        self.stateless = not isinstance(processors[0], SynthIDTextWatermarkLogitsProcessor)
 
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""

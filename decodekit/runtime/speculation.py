@@ -128,6 +128,13 @@ class Speculation:
         self.seconds = {"draft_s": 0.0, "verify_s": 0.0}
         self._proposing = 0.0
 
+    def prefilled(self, sequences: Sequence[SequenceState]) -> None:
+        """Tell the drafter what the prompts gave, if it reads that."""
+        if self._drafter.reads_prompt:
+            hidden = [self._sessions[0].prompt_hidden.pop(sequence.row) for sequence in sequences]
+            rows = [describe(sequence) for sequence in sequences]
+            self._tell("prefilled", lambda: self._state.prefilled(rows, hidden))
+
     def propose(self, sequences: Sequence[SequenceState]) -> list[Draft]:
         """[P] drafts; a drafter that fails is left out from then on."""
         room = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
@@ -259,6 +266,7 @@ class Speculation:
             "forced_tokens": sum(count.forced for count in own),
             "acceptance_by_position": [accepted[place] / tried[place] for place in sorted(tried)],
             **self.seconds,
+            **self._state.seconds(),
             **({"drafter_error": self._broken} if self._broken is not None else {}),
         }
 
