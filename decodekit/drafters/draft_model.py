@@ -44,7 +44,8 @@ class DraftModel(Drafter):
     kind: Literal["draft_model"] = "draft_model"
     model: ModelName = Field(description="id or folder of the smaller model, or the name under which one was bound")
     schedule: Literal["constant", "heuristic", "dynamic"] = Field(
-        "heuristic", description="length of drafts, as of every drafter; sampling draws from the model except if dynamic"
+        "heuristic",
+        description="length of drafts, as of every drafter; sampling draws from the model except if dynamic",
     )
 
     def models(self) -> tuple[str, ...]:
@@ -119,16 +120,16 @@ class _TextDrafts(DraftState):
                 rooms[row.row], fed[row.row] = room, new
         while fed:
             outputs = self._runner.forward(fed)
-            for row, ids in fed.items():
-                self._texts[row].held += ids
-            drawn = {row: int(outputs[row].logits[-1].argmax()) for row in fed}
+            for number, ids in fed.items():
+                self._texts[number].held += ids
             fed = {}
-            for row, token in drawn.items():
+            for number, own in outputs.items():
+                text, token = self._texts[number], int(own.logits[-1].argmax())
                 if token == self._own.eos_token_id:
                     continue
-                self._texts[row].drafted.append(token)
-                if len(self._texts[row].drafted) < rooms[row]:
-                    fed[row] = [token]
+                text.drafted.append(token)
+                if len(text.drafted) < rooms[number]:
+                    fed[number] = [token]
         return [
             Draft(self._continuation(row)[:budget] if row.row in rooms else ())
             for row, budget in zip(rows, budgets, strict=True)
@@ -148,7 +149,9 @@ class _TextDrafts(DraftState):
 
     def fork(self, children: Mapping[int, int]) -> None:
         self._runner.fork(children)
-        self._texts |= {row: copy.deepcopy(self._texts[parent]) for row, parent in children.items() if parent in self._texts}
+        self._texts |= {
+            row: copy.deepcopy(self._texts[parent]) for row, parent in children.items() if parent in self._texts
+        }
 
     def release(self, rows: Sequence[int]) -> None:
         self._runner.release(rows)
@@ -172,10 +175,8 @@ class _TextDrafts(DraftState):
         drafted, tail = after[len(before) :], list(row.tokens[-TAIL:])
         started = time.perf_counter()
         ids = self._target(self._decoded(self._target, tail) + drafted, add_special_tokens=False).input_ids
-        if ids[: len(tail)] == tail:
-            ids = ids[len(tail) :]
-        else:
-            ids = self._target(drafted, add_special_tokens=False).input_ids
+        whole = ids[: len(tail)] == tail
+        ids = ids[len(tail) :] if whole else self._target(drafted, add_special_tokens=False).input_ids
         self._retokenizing += time.perf_counter() - started
         return [token for token in ids if token < self._vocab]
 
