@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from decodekit.core.compat import CACHE_KEY
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState, Verified
 
 
@@ -60,27 +61,21 @@ def run_head(
         [0] * (before - past) + [1] * past + [0] * (width - count) + [1] * count
         for past, count in zip(held, counts, strict=True)
     ]
-    positions = [
-        [max(0, past + place - (width - count)) for place in range(width)]
-        for past, count in zip(held, counts, strict=True)
-    ]
+    starts = [past - (width - count) for past, count in zip(held, counts, strict=True)]
+    positions = [[max(0, start + place) for place in range(width)] for start in starts]
     cache = DynamicCache(config=head.decoder.config)
     if before:
         known = next(past for past in pasts if past is not None)
-        for_row = [
-            known._replace(keys=known.keys[:, :0], values=known.values[:, :0]) if past is None else past
-            for past in pasts
-        ]
-        keys, values = (
-            torch.stack([_left_pad(part, before) for part in parts]) for parts in zip(*for_row, strict=True)
-        )
+        empty = Past(known.keys[:, :0], known.values[:, :0])
+        columns = zip(*(past or empty for past in pasts), strict=True)
+        keys, values = (torch.stack([_left_pad(part, before) for part in parts]) for parts in columns)
         cache.update(keys, values, 0)
     outputs = head.decoder(
         inputs_embeds=head.fuse(ids, states),
         attention_mask=torch.tensor(mask, device=device),
         position_ids=torch.tensor(positions, device=device),
-        past_key_values=cache,
         use_cache=True,
+        **{CACHE_KEY: cache},
     )
     layer = cache.layers[0]
     grown = []

@@ -88,7 +88,7 @@ class Medusa(Drafter):
 
 class _Heads(DraftState):
     def __init__(self, heads: nn.ModuleList, layer: int) -> None:
-        self._heads, self._layer = heads, layer
+        self._heads, self._layer, self._vocab = heads, layer, heads[0][-1].out_features
         # A row: the hidden state that its last token was chosen from.
         self._hidden: dict[int, Tensor] = {}
 
@@ -103,7 +103,10 @@ class _Heads(DraftState):
         if not known:
             return [Draft()] * len(rows)
         hidden = torch.stack([self._hidden[row] for row in known])
-        guesses = [head(hidden).float().softmax(-1).topk(BRANCHING) for head in [*self._heads][: max(budgets)]]
+        guesses = [
+            head(hidden).float().softmax(-1).topk(min(BRANCHING, self._vocab))
+            for head in [*self._heads][: max(budgets)]
+        ]
         values, indices = (
             torch.stack(parts, dim=1).tolist()
             for parts in zip(*((own.values, own.indices) for own in guesses), strict=True)
