@@ -83,12 +83,12 @@ class Medusa(Drafter):
             made = make_heads(text_config(host.model).hidden_size, host.vocab, heads, blocks - 1)
         made = made.to_empty(device=weight.device).to(weight.dtype)
         load_weights(made, tensors, self.head)
-        return _Heads(made.requires_grad_(False), text_config(host.model).num_hidden_layers)
+        return _Heads(made.requires_grad_(False), text_config(host.model).num_hidden_layers, host.vocab)
 
 
 class _Heads(DraftState):
-    def __init__(self, heads: nn.ModuleList, layer: int) -> None:
-        self._heads, self._layer, self._vocab = heads, layer, heads[0][-1].out_features
+    def __init__(self, heads: nn.ModuleList, layer: int, vocab: int) -> None:
+        self._heads, self._layer, self._vocab = heads, layer, vocab
         # A row: the hidden state that its last token was chosen from.
         self._hidden: dict[int, Tensor] = {}
 
