@@ -1,7 +1,7 @@
 """Reported faults of speculative decoding with draft models and heads, as they would show here.
 
-transformers #32165, #30413, #48280, #48039, #48981, #46936, #47932; vLLM #14649, #41838; SGLang #27463; EAGLE #250; Medusa #56. That
-q is what was drawn from (#47932) is tested by distribution in ``tests/drafters/test_draft_model.py``.
+transformers #32165, #30413, #48280, #48039, #48981, #46936, #47932; vLLM #14649, #41838; SGLang #27463; EAGLE #250;
+Medusa #56. That q is what was drawn from (#47932) is tested by distribution in ``tests/drafters/test_draft_model.py``.
 """
 
 import pytest
