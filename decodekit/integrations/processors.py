@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor
 
-from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_words, unpacked
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal_only, mask_words
 from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.core.protocols import Constraint, Rule
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Rows
+from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 
 
@@ -60,6 +61,7 @@ class _ConstraintProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows, width = scores.shape
         if self._compiled is None:
+            vet(self._constraint)
             self._compiled = self._constraint.compile(Vocabulary.of(self._tokenizer, width))
             self._prompt_width = input_ids.shape[1]
         outputs = [tuple(row) for row in input_ids[:, self._prompt_width :].tolist()]
@@ -68,8 +70,8 @@ class _ConstraintProcessor(LogitsProcessor):
         for row, output in enumerate(outputs):
             if (state := self._states[output]) is not None:
                 state.mask(mask, row)
-        masked = scores.masked_fill(~unpacked(mask.to(scores.device), width), -math.inf)
-        if (empty := (masked == -math.inf).all(-1)).any():
+        masked = legal_only(scores, mask)
+        if (empty := masked.amax(-1) == -math.inf).any():
             row = int(empty.nonzero()[0])
             raise RowError(
                 f"row {row}: every token that constraint {self._constraint.kind!r} allows is banned by what came before it"
