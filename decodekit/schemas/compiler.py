@@ -218,7 +218,7 @@ class SchemaGrammar(Grammar):
             return written(kept)
 
     def _objects(self, shape: Shape) -> list[ObjectShape]:
-        return object_shapes(shape, [], self._translator.expand)
+        return object_shapes(shape, self._translator.expand)
 
     def _array(self, shape: Shape) -> ArrayShape:
         result = array_shape(shape, self._translator.expand, self._finite)
@@ -273,7 +273,7 @@ class SchemaGrammar(Grammar):
                 return depth == 0 or not self._surely_empty(value, depth - 1)
 
             for shape in alternatives(formula, "object", expand):
-                if any(one.possible(possible) for one in object_shapes(shape, [], expand)):
+                if any(one.possible(possible) for one in object_shapes(shape, expand)):
                     return False
             return not any(
                 array_shape(shape, expand, self._finite).possible(possible)

@@ -283,7 +283,7 @@ class Translator:
     # Strings
 
     def _on_minLength(self, value: Any, schema: Any, resolver: Any) -> Formula:
-        return Length(int(value), None)
+        return Length(int(value), None) if value else EVERYTHING
 
     def _on_maxLength(self, value: Any, schema: Any, resolver: Any) -> Formula:
         return Length(0, int(value))
