@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 
 CLOSING = frozenset(b"\"'}])>/;\n")
 """Signs that close something."""
+JSON_CLOSING = frozenset(b'"]}')
 MAX_VISITED = 4_000
 MAX_BYTES = 4_000
 _ALIKE = 2

@@ -15,10 +15,10 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
-from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_tokens, mask_words
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, is_legal, mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
-from decodekit.llg.ends import CLOSING, Scan, json_end, searched_end
+from decodekit.llg.ends import CLOSING, JSON_CLOSING, Scan, json_end, searched_end
 
 MAX_GRAMMAR = 8 * 2**20
 """Characters of a grammar's text: longer ones are refused before the engine reads them."""
@@ -54,7 +54,7 @@ class CompiledGrammar(CompiledConstraint):
         self._matcher = _matcher(engine_tokenizer(vocabulary), lark)
         if _is_dead(self._matcher.deep_copy()):
             raise InputError("no text satisfies this grammar")
-        self.closing = _closing_tokens(vocabulary)
+        self.closing = _closing_tokens(vocabulary, CLOSING if names is None else JSON_CLOSING)
         self._lark = lark
         self._over_bytes: LLMatcher | None = None
 
@@ -68,18 +68,19 @@ class CompiledGrammar(CompiledConstraint):
             self._over_bytes = _matcher(_bytes_tokenizer(), self._lark)
         return self._over_bytes.deep_copy()
 
-    def fewest_tokens(self, text: bytes) -> int | None:
-        """How many tokens spell these bytes at least; ``None`` if none do."""
-        spellings, longest = _spellings(self.vocabulary)
-        fewest: list[int | None] = [0]
-        for end in range(1, len(text) + 1):
-            before = [
+    def fewest_tokens(self, text: bytes) -> list[int | None]:
+        """How many tokens spell these bytes at least, from each place on; ``None`` where none do."""
+        ids, lengths = _spellings(self.vocabulary)
+        fewest: list[int | None] = [0] * (len(text) + 1)
+        for start in reversed(range(len(text))):
+            ends = [start + length for length in (1, *lengths.get(text[start : start + 2], ()))]
+            after = [
                 count
-                for start in range(max(0, end - longest), end)
-                if (count := fewest[start]) is not None and text[start:end] in spellings
+                for end in ends
+                if end <= len(text) and text[start:end] in ids and (count := fewest[end]) is not None
             ]
-            fewest.append(min(before) + 1 if before else None)
-        return fewest[-1]
+            fewest[start] = min(after) + 1 if after else None
+        return fewest
 
 
 class GrammarState(ConstraintState):
@@ -105,9 +106,7 @@ class GrammarState(ConstraintState):
         vocabulary = self._compiled.vocabulary
         words = out[row]
         if self._ended or self._matcher.is_stopped():
-            words.zero_()
-            for token in vocabulary.eos_ids:
-                words[token // 32] |= torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+            words.copy_(_mask_of(vocabulary.eos_ids, len(words)))
             return
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * mask_words(vocabulary.width))
         if self._matcher.is_error():
@@ -180,7 +179,7 @@ class GrammarState(ConstraintState):
         """An end of at most ``limit`` tokens, and how many it takes."""
         # Should the search find a longer end than it did before, what is left of that one still leads to an end.
         for end in (self.shortest_end(), self._ends[-1]):
-            if end is not None and (needed := self._compiled.fewest_tokens(end)) is not None and needed <= limit:
+            if end is not None and (needed := self._compiled.fewest_tokens(end)[0]) is not None and needed <= limit:
                 self._ends[-1] = end
                 return end, needed
         return None, None
@@ -201,20 +200,14 @@ class GrammarState(ConstraintState):
         end, needed = self._end_within(limit)
         if needed is not None and limit >= 4 * needed + 64:
             return
-        tokens = self._compiled.vocabulary.tokens
-        kept = torch.zeros(out.shape[1], dtype=torch.int64)
-        for token in mask_tokens(out[row]):
-            piece = tokens[token]
-            if piece is None:
-                in_time = True  # an EOS
-            elif end and end.startswith(piece):
-                after = self._compiled.fewest_tokens(end[len(piece) :])
-                in_time = after is not None and after < limit
-            else:
-                in_time = token in self._compiled.closing and self._ends_within(token, limit - 1)
-            if in_time:
-                kept[token // 32] |= 1 << token % 32
-        out[row] = kept.to(torch.int32)
+        compiled, legal = self._compiled, out[row]
+        ids, _ = _spellings(compiled.vocabulary)
+        kept = [token for token in compiled.vocabulary.eos_ids if is_legal(legal, token)]
+        kept += [token for token in mask_tokens(legal & compiled.closing) if self._ends_within(token, limit - 1)]
+        for length, after in enumerate(compiled.fewest_tokens(end or b"")[1:], start=1):
+            if end and after is not None and after < limit:
+                kept += [token for token in ids.get(end[:length], ()) if is_legal(legal, token)]
+        out[row] = _mask_of(kept, out.shape[1])
 
     def _ends_within(self, token: int, limit: int) -> bool:
         ahead = self.fork()
@@ -357,15 +350,28 @@ def engine_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 @lru_cache(maxsize=8)
-def _spellings(vocabulary: Vocabulary) -> tuple[frozenset[bytes], int]:
-    """What the tokens spell, and the length of the longest."""
-    found = frozenset(token for token in vocabulary.tokens if token is not None)
-    return found, max(map(len, found))
+def _spellings(vocabulary: Vocabulary) -> tuple[dict[bytes, list[int]], dict[bytes, set[int]]]:
+    """The tokens by what they spell, and the lengths that there are above one byte, by the first two bytes."""
+    ids: dict[bytes, list[int]] = {}
+    lengths: dict[bytes, set[int]] = {}
+    for index, token in enumerate(vocabulary.tokens):
+        if token is not None:
+            ids.setdefault(token, []).append(index)
+            if len(token) > 1:
+                lengths.setdefault(token[:2], set()).add(len(token))
+    return ids, lengths
 
 
 @lru_cache(maxsize=8)
-def _closing_tokens(vocabulary: Vocabulary) -> frozenset[int]:
-    """The tokens made only of signs that close something."""
-    return frozenset(
-        index for index, token in enumerate(vocabulary.tokens) if token is not None and CLOSING.issuperset(token)
-    )
+def _closing_tokens(vocabulary: Vocabulary, signs: frozenset[int]) -> Tensor:
+    """[ceil(V/32)] int32, the tokens made only of these signs."""
+    closing = [index for index, token in enumerate(vocabulary.tokens) if token is not None and signs.issuperset(token)]
+    return _mask_of(closing, mask_words(vocabulary.width))
+
+
+def _mask_of(tokens: Iterable[int], words: int) -> Tensor:
+    """[words] int32 with the bits of these tokens."""
+    mask = torch.zeros(words, dtype=torch.int64)
+    for token in tokens:
+        mask[token // 32] |= 1 << token % 32
+    return mask.to(torch.int32)
