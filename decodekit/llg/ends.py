@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 CLOSING = frozenset(b"\"'}])>/;\n")
 """Signs that close something."""
 JSON_CLOSING = frozenset(b'"]}')
-MAX_VISITED = 4_000
+MAX_VISITED = 10_000
 MAX_BYTES = 4_000
 _ALIKE = 2
 _FEW = 12
@@ -62,34 +62,38 @@ class Scan(NamedTuple):
 
     Attributes:
         begun: the string that has been begun, from its quote on; empty outside of strings.
+        in_name: it is the name of a member.
         escaped: the next character of the string belongs to an escape.
         open: the signs that opened the containers that are still open.
         last: the last sign other than whitespace; 0 at the start.
     """
 
     begun: bytes = b""
+    in_name: bool = False
     escaped: bool = False
     open: bytes = b""
     last: int = 0
 
     def read(self, text: bytes) -> Scan:
         """The place after these bytes."""
-        begun, escaped, opened, last = bytearray(self.begun), self.escaped, self.open, self.last
+        begun, in_name, escaped, opened, last = bytearray(self.begun), self.in_name, self.escaped, self.open, self.last
         for byte in text:
             if begun:
                 begun.append(byte)
                 if byte == ord('"') and not escaped:
                     begun.clear()
+                    in_name = False
                 escaped = not escaped and byte == ord("\\")
             elif byte == ord('"'):
                 begun.append(byte)
+                in_name = opened.endswith(b"{") and last in b"{,"
             elif byte in b"{[":
                 opened += bytes([byte])
             elif byte in b"}]":
                 opened = opened[:-1]
             if byte not in b" \t\n\r":
                 last = byte
-        return Scan(bytes(begun), escaped, opened, last)
+        return Scan(bytes(begun), in_name, escaped, opened, last)
 
     @property
     def at_name(self) -> bool:
@@ -111,18 +115,18 @@ def json_end(matcher: LLMatcher, scan: Scan, names: tuple[str, ...]) -> bytes | 
         names: the names that an object may need, the required first.
     """
     quoted = [json.dumps(name, ensure_ascii=False).encode() for name in names]
-    # A name that has been begun is completed first.
-    steps = [name[len(scan.begun) :] for name in quoted if scan.begun and name.startswith(scan.begun)]
     end = b""
     written: dict[int, set[bytes]] = {}  # by depth, so that each name is tried once an object
     while not matcher.is_accepting():
-        if scan.at_name:
-            tried = written.setdefault(len(scan.open), set())
-            steps = [b"}", *(name for name in quoted if name not in tried), b'"']
-        elif forced := matcher.compute_ff_bytes():
+        tried = written.setdefault(len(scan.open), set())
+        forced = matcher.compute_ff_bytes()
+        if scan.at_name or (scan.in_name and not forced):
+            known = [name[len(scan.begun) :] for name in quoted if name.startswith(scan.begun) and name not in tried]
+            steps = [*known, b'"'] if scan.begun else [b"}", *known, b'"']
+        elif forced:
             steps = [forced]
         elif scan.begun:
-            steps += [b'"'] if not scan.escaped else []
+            steps = [b'"'] if not scan.escaped else []
         elif scan.at_value:
             steps = [b"]", b'""', *_VALUES]
         else:
@@ -136,11 +140,10 @@ def json_end(matcher: LLMatcher, scan: Scan, names: tuple[str, ...]) -> bytes | 
         matcher = ahead
         if step in b"}]":
             written.pop(len(scan.open), None)
-        elif scan.at_name:
-            tried.add(step)
+        elif scan.at_name or scan.in_name:
+            tried.add(scan.begun + step)
         end += step
         scan = scan.read(step)
-        steps = []
     return end
 
 

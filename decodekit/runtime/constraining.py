@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from decodekit.core import registry
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_words, unpacked
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
-from decodekit.core.errors import InputError, RowError
+from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.runtime.guard import guarded
@@ -121,16 +121,22 @@ class RowConstraint:
         self._constraint, self._compiled, self._state = constraint, compiled, state
         self._width, self._left, self._marker = width, left, marker
         self._ahead: Future[Tensor] | None = None
+        self._failure: UnsupportedConstraint | None = None
 
     def mask(self) -> Tensor | None:
         """[ceil(V/32)] int32, the tokens that may come next; ``None`` while all may.
 
         Raises:
-            RowError: none may.
+            RowError: none may, or the constraint grew too large to be followed any further.
         """
         if self._marker is not None:
             return None
-        words = self._ahead.result() if self._ahead is not None else self._fill()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            words = self._ahead.result() if self._ahead is not None else self._fill()
+        except UnsupportedConstraint as error:
+            raise RowError(f"constraint {self._constraint.kind!r} cannot be followed any further: {error}") from error
         self._ahead = None
         if not bool(words.any()):
             raise RowError(
@@ -150,16 +156,23 @@ class RowConstraint:
             if self._marker.seen(token):
                 self._marker = None
         else:
-            self._state.advance(token)
-        if self._marker is None and self._left > 0:
+            try:
+                self._state.advance(token)
+            except UnsupportedConstraint as error:
+                self._failure = error  # ends the row at its next mask
+        if self._marker is None and self._failure is None and self._left > 0:
             self._ahead = _pool().submit(self._fill)
 
     def forced(self, limit: int) -> list[int]:
         """The tokens, at most ``limit``, that every way to go on begins with."""
-        if self._marker is not None or limit < 1:
+        if self._marker is not None or self._failure is not None or limit < 1:
             return []
         self._settled()
-        return self._state.forced_tokens()[:limit]
+        try:
+            return self._state.forced_tokens()[:limit]
+        except UnsupportedConstraint as error:
+            self._failure = error
+            return []
 
     def legal(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """The nodes of a tree that may follow: each with all nodes before it."""
@@ -171,7 +184,7 @@ class RowConstraint:
             ahead = before.fork()
             try:
                 ahead.step(token)
-            except RowError:
+            except (RowError, UnsupportedConstraint):
                 continue
             places[node] = ahead
         return sorted(places.keys() - {-1})
@@ -191,12 +204,14 @@ class RowConstraint:
         """A copy that goes its own way."""
         self._settled()
         marker = None if self._marker is None else self._marker.fork()
-        return RowConstraint(self._constraint, self._compiled, self._state.fork(), self._width, self._left, marker)
+        fork = RowConstraint(self._constraint, self._compiled, self._state.fork(), self._width, self._left, marker)
+        fork._failure = self._failure
+        return fork
 
     def report(self, text: str) -> dict[str, Any]:
         """What holds of a finished text, for ``Output.stats``."""
         report: dict[str, Any] = {"kind": self._constraint.kind, "exact": self._compiled.exact}
-        report["complete"] = self._marker is None and self._state.is_accepting()
+        report["complete"] = self._marker is None and self._failure is None and self._state.is_accepting()
         if self._compiled.unsupported:
             why = self._constraint.violation(text)
             report |= {"unsupported": list(self._compiled.unsupported), "valid": why is None}
@@ -215,7 +230,7 @@ class RowConstraint:
     def _settled(self) -> None:
         """Nobody else may be at the state."""
         if self._ahead is not None:
-            self._ahead.result()
+            wait([self._ahead])
 
 
 class Forcing(Drafter):
