@@ -18,7 +18,7 @@ from decodekit.core.protocols import Constraint
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.llg.engine import CompiledGrammar, is_empty
 from decodekit.schemas.compiler import SchemaGrammar, Whitespace
-from decodekit.schemas.translate import draft_of
+from decodekit.schemas.drafts import draft_of
 
 MAX_CHARACTERS = 4 * 2**20
 MAX_PARTS = 200_000

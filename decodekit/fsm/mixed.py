@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_tokens, mask_words
-from decodekit.core.errors import InputError, RowError
+from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
 
 _MOST_TRIED = 32
@@ -91,7 +91,7 @@ class AllState(ConstraintState):
         for index, member in enumerate(self._members):
             try:
                 member.advance(token)
-            except RowError:
+            except (RowError, UnsupportedConstraint):
                 for advanced in self._members[:index]:
                     advanced.rollback(1)
                 raise

@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from llguidance import LLMatcher
 
 CLOSING = frozenset(b"\"'}])>/;\n")
 """Signs that close something."""
-MAX_VISITED = 4_000
+JSON_CLOSING = frozenset(b'"]}')
+MAX_VISITED = 10_000
 MAX_BYTES = 4_000
 _ALIKE = 2
 _FEW = 12
@@ -55,79 +57,93 @@ def searched_end(matcher: LLMatcher, reached: Callable[[LLMatcher], bool]) -> by
     return None
 
 
-class _Scan:
-    """Where a JSON text stands, byte by byte: in a string or not, and in which container."""
+class Scan(NamedTuple):
+    """Where a JSON text stands.
 
-    def __init__(self) -> None:
-        self.inside = self.escaped = False
-        self.open: list[int] = []
-        self.last = 0
+    Attributes:
+        begun: the string that has been begun, from its quote on; empty outside of strings.
+        in_name: it is the name of a member.
+        escaped: the next character of the string belongs to an escape.
+        open: the signs that opened the containers that are still open.
+        last: the last sign other than whitespace; 0 at the start.
+    """
 
-    def read(self, text: bytes) -> None:
+    begun: bytes = b""
+    in_name: bool = False
+    escaped: bool = False
+    open: bytes = b""
+    last: int = 0
+
+    def read(self, text: bytes) -> Scan:
+        """The place after these bytes."""
+        begun, in_name, escaped, opened, last = bytearray(self.begun), self.in_name, self.escaped, self.open, self.last
         for byte in text:
-            if self.inside:
-                self.inside = self.escaped or byte != ord('"')
-                self.escaped = not self.escaped and byte == ord("\\")
+            if begun:
+                begun.append(byte)
+                if byte == ord('"') and not escaped:
+                    begun.clear()
+                    in_name = False
+                escaped = not escaped and byte == ord("\\")
             elif byte == ord('"'):
-                self.inside = True
+                begun.append(byte)
+                in_name = opened.endswith(b"{") and last in b"{,"
             elif byte in b"{[":
-                self.open.append(byte)
+                opened += bytes([byte])
             elif byte in b"}]":
-                self.open.pop()
+                opened = opened[:-1]
             if byte not in b" \t\n\r":
-                self.last = byte
+                last = byte
+        return Scan(bytes(begun), in_name, escaped, opened, last)
 
     @property
     def at_name(self) -> bool:
-        return bool(self.open) and self.open[-1] == ord("{") and self.last in b"{,"
+        """Whether a member may begin."""
+        return not self.begun and self.open.endswith(b"{") and self.last in b"{,"
 
     @property
     def at_value(self) -> bool:
-        return self.last in b"\0:[," and not self.at_name
+        """Whether a value may begin."""
+        return not self.begun and self.last in b"\0:[," and not self.at_name
 
 
-def json_end(matcher: LLMatcher, text: bytes, names: tuple[str, ...]) -> bytes | None:
+def json_end(matcher: LLMatcher, scan: Scan, names: tuple[str, ...]) -> bytes | None:
     """A short end of a JSON text: whatever is open is closed, and only the members that must be there are added.
 
     Args:
-        matcher: the place after ``text``.
-        text: what is there so far.
+        matcher: the place to go on from.
+        scan: the same place in the text.
         names: the names that an object may need, the required first.
     """
     quoted = [json.dumps(name, ensure_ascii=False).encode() for name in names]
-    scan = _Scan()
-    scan.read(text)
-    # A name that has been begun is completed first.
-    begun = text[text.rfind(b'"') :] if scan.inside else b""
-    steps = [name[len(begun) :] for name in quoted if begun and name.startswith(begun)]
     end = b""
     written: dict[int, set[bytes]] = {}  # by depth, so that each name is tried once an object
     while not matcher.is_accepting():
-        if scan.at_name and not scan.inside:
-            tried = written.setdefault(len(scan.open), set())
-            steps = [b"}", *(name for name in quoted if name not in tried), b'"']
-        elif forced := matcher.compute_ff_bytes():
+        tried = written.setdefault(len(scan.open), set())
+        forced = matcher.compute_ff_bytes()
+        if scan.at_name or (scan.in_name and not forced):
+            known = [name[len(scan.begun) :] for name in quoted if name.startswith(scan.begun) and name not in tried]
+            steps = [*known, b'"'] if scan.begun else [b"}", *known, b'"']
+        elif forced:
             steps = [forced]
-        elif scan.inside:
-            steps += [b'"'] if not scan.escaped else []
+        elif scan.begun:
+            steps = [b'"'] if not scan.escaped else []
         elif scan.at_value:
             steps = [b"]", b'""', *_VALUES]
         else:
             steps = [b"}", b"]", b","]
         step = next((step for step in steps if _after(matcher, step) is not None), None)
         if step is None:
-            step = searched_end(matcher, partial(_goes_out, b'"' if scan.inside else b",}]"))
+            step = searched_end(matcher, partial(_goes_out, b'"' if scan.begun else b",}]"))
         ahead = _after(matcher, step) if step else None
         if step is None or ahead is None or len(end) > MAX_BYTES:
             return None
         matcher = ahead
         if step in b"}]":
             written.pop(len(scan.open), None)
-        elif scan.at_name:
-            written.setdefault(len(scan.open), set()).add(step)
+        elif scan.at_name or scan.in_name:
+            tried.add(scan.begun + step)
         end += step
-        scan.read(step)
-        steps = []
+        scan = scan.read(step)
     return end
 
 
@@ -147,13 +163,8 @@ def _after(matcher: LLMatcher, step: bytes) -> LLMatcher | None:
     return ahead if ahead.try_consume_tokens(list(step)) == len(step) else None
 
 
-def _legal(matcher: LLMatcher, signs: bytes) -> bool:
-    mask = matcher.compute_bitmask()
-    return any(mask[sign >> 3] >> (sign & 7) & 1 for sign in signs)
-
-
 def _steps(mask: bytes) -> list[bytes]:
-    """Of the bytes that may come next those worth trying, ASCII where there is any."""
+    """Of the bytes that may come next those worth trying: the ASCII ones, the first few where there are none."""
     legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
     signs = [byte for byte in legal if byte < 0x80 and not chr(byte).isalpha()]
     letters = [byte for byte in legal if byte < 0x80 and chr(byte).isalpha()]

@@ -15,10 +15,10 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
-from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_tokens, mask_words
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, is_legal, mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
-from decodekit.llg.ends import CLOSING, json_end, searched_end
+from decodekit.llg.ends import CLOSING, JSON_CLOSING, Scan, json_end, searched_end
 
 MAX_GRAMMAR = 8 * 2**20
 """Characters of a grammar's text: longer ones are refused before the engine reads them."""
@@ -54,7 +54,7 @@ class CompiledGrammar(CompiledConstraint):
         self._matcher = _matcher(engine_tokenizer(vocabulary), lark)
         if _is_dead(self._matcher.deep_copy()):
             raise InputError("no text satisfies this grammar")
-        self.closing = _closing_tokens(vocabulary)
+        self.closing = _closing_tokens(vocabulary, CLOSING if names is None else JSON_CLOSING)
         self._lark = lark
         self._over_bytes: LLMatcher | None = None
 
@@ -62,44 +62,51 @@ class CompiledGrammar(CompiledConstraint):
         """A fresh state before the first token."""
         return GrammarState(self, self._matcher.deep_copy(), [])
 
-    def over_bytes(self, text: bytes) -> LLMatcher:
-        """The place after these bytes, to go on byte by byte, which is quicker than by tokens."""
+    def over_bytes(self) -> LLMatcher:
+        """The start of a text, to go on byte by byte, which is quicker than by tokens."""
         if self._over_bytes is None:
             self._over_bytes = _matcher(_bytes_tokenizer(), self._lark)
-        matcher = self._over_bytes.deep_copy()
-        matcher.consume_tokens(list(text))
-        return matcher
+        return self._over_bytes.deep_copy()
 
-    def fewest_tokens(self, text: bytes) -> int | None:
-        """How many tokens spell these bytes at least; ``None`` if none do."""
-        spellings, longest = _spellings(self.vocabulary)
-        fewest: list[int | None] = [0]
-        for end in range(1, len(text) + 1):
-            before = [
+    def fewest_tokens(self, text: bytes) -> list[int | None]:
+        """How many tokens spell these bytes at least, from each place on; ``None`` where none do."""
+        ids, lengths = _spellings(self.vocabulary)
+        fewest: list[int | None] = [0] * (len(text) + 1)
+        for start in reversed(range(len(text))):
+            ends = [start + length for length in (1, *lengths.get(text[start : start + 2], ()))]
+            after = [
                 count
-                for start in range(max(0, end - longest), end)
-                if (count := fewest[start]) is not None and text[start:end] in spellings
+                for end in ends
+                if end <= len(text) and text[start:end] in ids and (count := fewest[end]) is not None
             ]
-            fewest.append(min(before) + 1 if before else None)
-        return fewest[-1]
+            fewest[start] = min(after) + 1 if after else None
+        return fewest
 
 
 class GrammarState(ConstraintState):
     """One row's place in a grammar."""
 
-    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher, taken: list[int], ended: int = 0) -> None:
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        matcher: LLMatcher,
+        taken: list[int],
+        ended: int = 0,
+        bytewise: _Bytewise | None = None,
+        ends: list[bytes | None] | None = None,
+    ) -> None:
         self._compiled = compiled
         self._matcher = matcher
         self._taken = taken
         self._ended = ended
+        self._bytewise = bytewise
+        self._ends: list[bytes | None] = [None] if ends is None else ends  # found before, after each token
 
     def mask(self, out: Tensor, row: int) -> None:  # noqa: D102
         vocabulary = self._compiled.vocabulary
         words = out[row]
         if self._ended or self._matcher.is_stopped():
-            words.zero_()
-            for token in vocabulary.eos_ids:
-                words[token // 32] |= torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+            words.copy_(_mask_of(vocabulary.eos_ids, len(words)))
             return
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * mask_words(vocabulary.width))
         if self._matcher.is_error():
@@ -114,6 +121,8 @@ class GrammarState(ConstraintState):
             raise RowError(f"token {token} is not legal here")
         else:
             self._taken.append(token)
+            end, piece = self._ends[-1], self._compiled.vocabulary.tokens[token]
+            self._ends.append(end[len(piece) :] if end and piece and end.startswith(piece) else None)
 
     def _takes(self, token: int) -> bool:
         # The engine must not see what it would not survive: ids of special tokens and beyond the vocabulary.
@@ -128,15 +137,20 @@ class GrammarState(ConstraintState):
         self._ended -= ends
         if back := count - ends:
             self._matcher.rollback(back)
-            del self._taken[-back:]
+            del self._taken[-back:], self._ends[-back:]
+            if self._bytewise is not None:
+                self._bytewise.rollback(len(self._taken))
 
     def fork(self) -> Self:  # noqa: D102
-        return type(self)(self._compiled, self._matcher.deep_copy(), self._taken[:], self._ended)
+        bytewise = None if self._bytewise is None else self._bytewise.fork()
+        return type(self)(
+            self._compiled, self._matcher.deep_copy(), self._taken[:], self._ended, bytewise, self._ends[:]
+        )
 
     def forced_tokens(self) -> list[int]:  # noqa: D102
         if self._ended or self._matcher.is_stopped():
             return []
-        forced = self._over_bytes()[0].compute_ff_bytes()
+        forced = self._over_bytes().matcher.compute_ff_bytes()
         tokens, _ = engine_tokenizer(self._compiled.vocabulary).tokenize_partial(forced)
         return list(tokens)
 
@@ -145,11 +159,7 @@ class GrammarState(ConstraintState):
 
     def min_tokens_to_accept(self, limit: int) -> int | None:
         """As the protocol says, found by a bounded search: an upper bound where there are many ways to go on."""
-        end = self.shortest_end()
-        if end is None:
-            return None
-        needed = self._compiled.fewest_tokens(end)
-        return needed if needed is not None and needed <= limit else None
+        return self._end_within(limit)[1]
 
     def shortest_end(self) -> bytes | None:
         """Few bytes after which the text may end; ``None`` where a bounded search finds none.
@@ -158,17 +168,28 @@ class GrammarState(ConstraintState):
         """
         if self.is_accepting():
             return b""
-        matcher, text = self._over_bytes()
+        here = self._over_bytes()
         if self._compiled.names is not None:
-            end = json_end(matcher, text, self._compiled.names)
+            end = json_end(here.matcher, here.scan, self._compiled.names)
             if end is not None:
                 return end
-        return searched_end(matcher, LLMatcher.is_accepting)
+        return searched_end(here.matcher, LLMatcher.is_accepting)
 
-    def _over_bytes(self) -> tuple[LLMatcher, bytes]:
+    def _end_within(self, limit: int) -> tuple[bytes | None, int | None]:
+        """An end of at most ``limit`` tokens, and how many it takes."""
+        # Should the search find a longer end than it did before, what is left of that one still leads to an end.
+        for end in (self.shortest_end(), self._ends[-1]):
+            if end is not None and (needed := self._compiled.fewest_tokens(end)[0]) is not None and needed <= limit:
+                self._ends[-1] = end
+                return end, needed
+        return None, None
+
+    def _over_bytes(self) -> _Bytewise:
+        if self._bytewise is None:
+            self._bytewise = _Bytewise(self._compiled.over_bytes(), json=self._compiled.names is not None)
         tokens = self._compiled.vocabulary.tokens
-        text = b"".join(tokens[token] or b"" for token in self._taken)
-        return self._compiled.over_bytes(text), text
+        self._bytewise.follow([tokens[token] or b"" for token in self._taken[self._bytewise.read :]])
+        return self._bytewise
 
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
         """As the protocol says, near the limit: of the legal tokens, those for which an end is found in time.
@@ -176,31 +197,66 @@ class GrammarState(ConstraintState):
         Far from it (four times the tokens that an end takes now, and 64 more) every legal token is taken to leave time enough.
         """
         self.mask(out, row)
-        end = self.shortest_end()
-        needed = None if end is None else self._compiled.fewest_tokens(end)
+        end, needed = self._end_within(limit)
         if needed is not None and limit >= 4 * needed + 64:
             return
-        tokens = self._compiled.vocabulary.tokens
-        kept = torch.zeros(out.shape[1], dtype=torch.int64)
-        for token in mask_tokens(out[row]):
-            piece = tokens[token]
-            if piece is None:
-                in_time = True  # an EOS
-            elif end and end.startswith(piece):
-                after = self._compiled.fewest_tokens(end[len(piece) :])
-                in_time = after is not None and after < limit
-            elif needed is not None and needed >= limit:
-                in_time = False  # what is off the shortest way takes longer
-            else:
-                in_time = token in self._compiled.closing and self._ends_within(token, limit - 1)
-            if in_time:
-                kept[token // 32] |= 1 << token % 32
-        out[row] = kept.to(torch.int32)
+        compiled, legal = self._compiled, out[row]
+        ids, _ = _spellings(compiled.vocabulary)
+        kept = [token for token in compiled.vocabulary.eos_ids if is_legal(legal, token)]
+        kept += [token for token in mask_tokens(legal & compiled.closing) if self._ends_within(token, limit - 1)]
+        for length, after in enumerate(compiled.fewest_tokens(end or b"")[1:], start=1):
+            if end and after is not None and after < limit:
+                kept += [token for token in ids.get(end[:length], ()) if is_legal(legal, token)]
+        out[row] = _mask_of(kept, out.shape[1])
 
     def _ends_within(self, token: int, limit: int) -> bool:
         ahead = self.fork()
         ahead.advance(token)
         return ahead.min_tokens_to_accept(limit) is not None
+
+
+class _Bytewise:
+    """The place over bytes, which follows that over tokens when it is asked.
+
+    Args:
+        matcher: at the start of the text.
+        json: the text is JSON.
+    """
+
+    def __init__(self, matcher: LLMatcher, *, json: bool) -> None:
+        self.matcher = matcher
+        self._lengths: list[int] = []
+        self._scans = [Scan()]
+        self._json = json
+
+    @property
+    def read(self) -> int:
+        """The tokens that were read."""
+        return len(self._lengths)
+
+    @property
+    def scan(self) -> Scan:
+        """The place in a JSON text."""
+        return self._scans[-1]
+
+    def follow(self, pieces: Iterable[bytes]) -> None:
+        """Read the bytes of further tokens."""
+        for piece in pieces:
+            self.matcher.consume_tokens(list(piece))
+            self._lengths.append(len(piece))
+            self._scans.append(self.scan.read(piece) if self._json else self.scan)
+
+    def rollback(self, read: int) -> None:
+        """Back to where so many tokens were read, or fewer."""
+        if back := sum(self._lengths[read:]):
+            self.matcher.rollback(back)
+        del self._lengths[read:], self._scans[read + 1 :]
+
+    def fork(self) -> Self:
+        """A copy that goes its own way."""
+        copy = type(self)(self.matcher.deep_copy(), json=self._json)
+        copy._lengths, copy._scans = self._lengths[:], self._scans[:]
+        return copy
 
 
 @lru_cache(maxsize=4096)
@@ -294,15 +350,28 @@ def engine_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 @lru_cache(maxsize=8)
-def _spellings(vocabulary: Vocabulary) -> tuple[frozenset[bytes], int]:
-    """What the tokens spell, and the length of the longest."""
-    found = frozenset(token for token in vocabulary.tokens if token is not None)
-    return found, max(map(len, found))
+def _spellings(vocabulary: Vocabulary) -> tuple[dict[bytes, list[int]], dict[bytes, set[int]]]:
+    """The tokens by what they spell, and the lengths that there are above one byte, by the first two bytes."""
+    ids: dict[bytes, list[int]] = {}
+    lengths: dict[bytes, set[int]] = {}
+    for index, token in enumerate(vocabulary.tokens):
+        if token is not None:
+            ids.setdefault(token, []).append(index)
+            if len(token) > 1:
+                lengths.setdefault(token[:2], set()).add(len(token))
+    return ids, lengths
 
 
 @lru_cache(maxsize=8)
-def _closing_tokens(vocabulary: Vocabulary) -> frozenset[int]:
-    """The tokens made only of signs that close something."""
-    return frozenset(
-        index for index, token in enumerate(vocabulary.tokens) if token is not None and CLOSING.issuperset(token)
-    )
+def _closing_tokens(vocabulary: Vocabulary, signs: frozenset[int]) -> Tensor:
+    """[ceil(V/32)] int32, the tokens made only of these signs."""
+    closing = [index for index, token in enumerate(vocabulary.tokens) if token is not None and signs.issuperset(token)]
+    return _mask_of(closing, mask_words(vocabulary.width))
+
+
+def _mask_of(tokens: Iterable[int], words: int) -> Tensor:
+    """[words] int32 with the bits of these tokens."""
+    mask = torch.zeros(words, dtype=torch.int64)
+    for token in tokens:
+        mask[token // 32] |= 1 << token % 32
+    return mask.to(torch.int32)

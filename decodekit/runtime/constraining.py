@@ -1,13 +1,14 @@
 """Constraints inside the loop: each row's place in its language, masks ready before they are needed.
 
-The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is steered so that its text can still end in time.
+The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is
+steered so that its text can still end in time.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from decodekit.core import registry
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal_only, mask_words
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
-from decodekit.core.errors import InputError, RowError
+from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
@@ -129,16 +130,22 @@ class RowConstraint:
         self._width, self._left, self._marker = width, left, marker
         self._look = left if look is None else look
         self._ahead: Future[Tensor] | None = None
+        self._failure: UnsupportedConstraint | None = None
 
     def mask(self) -> Tensor | None:
         """[ceil(V/32)] int32, the tokens that may come next; ``None`` while all may.
 
         Raises:
-            RowError: none may.
+            RowError: none may, or the constraint grew too large to be followed any further.
         """
         if self._marker is not None:
             return None
-        words = self._ahead.result() if self._ahead is not None else self._fill()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            words = self._ahead.result() if self._ahead is not None else self._fill()
+        except UnsupportedConstraint as error:
+            raise RowError(f"constraint {self._constraint.kind!r} cannot be followed any further: {error}") from error
         self._ahead = None
         if not bool(words.any()):
             raise RowError(
@@ -158,19 +165,26 @@ class RowConstraint:
             if self._marker.seen(token):
                 self._marker = None
         else:
-            self._state.advance(token)
+            try:
+                self._state.advance(token)
+            except UnsupportedConstraint as error:
+                self._failure = error  # ends the row at its next mask
 
     def prefetch(self) -> None:
         """Begin to fill the mask of the next token, in a thread beside the forward."""
-        if self._marker is None and self._left > 0 and self._ahead is None:
+        if self._marker is None and self._failure is None and self._left > 0 and self._ahead is None:
             self._ahead = _pool().submit(self._fill)
 
     def forced(self, limit: int) -> list[int]:
         """The tokens, at most ``limit``, that every way to go on begins with."""
-        if self._marker is not None or limit < 1:
+        if self._marker is not None or self._failure is not None or limit < 1:
             return []
         self._settled()
-        return self._state.forced_tokens()[:limit]
+        try:
+            return self._state.forced_tokens()[:limit]
+        except UnsupportedConstraint as error:
+            self._failure = error
+            return []
 
     def legal(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """The nodes of a tree that may follow: each with all nodes before it."""
@@ -182,7 +196,7 @@ class RowConstraint:
             ahead = before.fork()
             try:
                 ahead.step(token)
-            except RowError:
+            except (RowError, UnsupportedConstraint):
                 continue
             places[node] = ahead
         return sorted(places.keys() - {-1})
@@ -203,12 +217,14 @@ class RowConstraint:
         self._settled()
         marker = None if self._marker is None else self._marker.fork()
         state = self._state.fork()
-        return RowConstraint(self._constraint, self._compiled, state, self._width, self._left, marker, self._look)
+        fork = RowConstraint(self._constraint, self._compiled, state, self._width, self._left, marker, self._look)
+        fork._failure = self._failure
+        return fork
 
     def report(self, text: str) -> dict[str, Any]:
         """What holds of a finished text, for ``Output.stats``."""
         report: dict[str, Any] = {"kind": self._constraint.kind, "exact": self._compiled.exact}
-        report["complete"] = self._marker is None and self._state.is_accepting()
+        report["complete"] = self._marker is None and self._failure is None and self._state.is_accepting()
         if self._compiled.unsupported:
             why = self._constraint.violation(text)
             report |= {"unsupported": list(self._compiled.unsupported), "valid": why is None}
@@ -243,7 +259,7 @@ class RowConstraint:
     def _settled(self) -> None:
         """Nobody else may be at the state, and what was filled for it no longer holds."""
         if self._ahead is not None:
-            self._ahead.result()
+            wait([self._ahead])
             self._ahead = None
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from decodekit.core.errors import InputError, UnsupportedConstraint
 from decodekit.schemas.arrays import ArrayShape, array_shape
+from decodekit.schemas.drafts import draft_of
 from decodekit.schemas.formula import (
     Formula,
     NumberIn,
@@ -24,7 +25,7 @@ from decodekit.schemas.shapes import (
     number_terminal,
     string_terminal,
 )
-from decodekit.schemas.translate import Translator, draft_of
+from decodekit.schemas.translate import Translator
 
 Whitespace = Literal["compact", "spaces", "indented"]
 _SPACING = {
@@ -58,7 +59,7 @@ class SchemaGrammar(Grammar):
 
     Args:
         document: the schema.
-        draft: one of ``translate.DRAFTS``, or ``None`` to tell it from the document.
+        draft: one of ``drafts.DRAFTS``, or ``None`` to tell it from the document.
         whitespace: what may stand between tokens.
         assert_format: see ``Translator``.
         relax: leave out what cannot be enforced and name it in ``relaxed``; otherwise it is refused.
@@ -218,7 +219,7 @@ class SchemaGrammar(Grammar):
             return written(kept)
 
     def _objects(self, shape: Shape) -> list[ObjectShape]:
-        return object_shapes(shape, [], self._translator.expand)
+        return object_shapes(shape, self._translator.expand)
 
     def _array(self, shape: Shape) -> ArrayShape:
         result = array_shape(shape, self._translator.expand, self._finite)
@@ -273,7 +274,7 @@ class SchemaGrammar(Grammar):
                 return depth == 0 or not self._surely_empty(value, depth - 1)
 
             for shape in alternatives(formula, "object", expand):
-                if any(one.possible(possible) for one in object_shapes(shape, [], expand)):
+                if any(one.possible(possible) for one in object_shapes(shape, expand)):
                     return False
             return not any(
                 array_shape(shape, expand, self._finite).possible(possible)

@@ -1,28 +1,28 @@
-"""Objects as rules: members in any order, each name at most once.
+"""Objects as rules: members in any order, each name that the schema gives at most once.
 
 A rule's parameter holds a bit for each name, for each sought member, and a counter: what has been written so far. The closing
 brace is legal when all that is required is there; a comma only when another member is possible.
+
+A name that only a pattern describes, or that finds no room in the parameter, may come again: readers take the last of equal
+names, and every member fits on its own. What would not hold of the last ones alone is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import combinations, product
+from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from decodekit.core.errors import UnsupportedConstraint
 from decodekit.schemas import patterns
 from decodekit.schemas.formula import (
-    EVERYTHING,
     NOTHING,
     EveryMember,
     Formula,
     Members,
-    Or,
     Ref,
     SomeMember,
-    StringIn,
     Unknown,
     both,
 )
@@ -30,7 +30,6 @@ from decodekit.schemas.shapes import Shape, holds, names_in, regions, unfolded
 
 WIDTH = 64
 """Bits of a rule's parameter."""
-MAX_SOUGHT = 3
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Cell:
     Attributes:
         terminal: of these keys, with their quotes.
         value: what every value must fit.
-        wants: which of the sought members a member with such a key may be.
+        finds: which of the sought members a member with such a key is.
     """
 
     terminal: str
     value: Formula
-    wants: tuple[int, ...] = ()
+    finds: tuple[int, ...] = ()
 
 
 @dataclass
@@ -56,8 +55,7 @@ class ObjectShape:
         named: single names, each with what its value must fit.
         required: those of them that must be there.
         free: all other names.
-        sought: what the value of some member with a free name must fit, one for each member sought.
-        clauses: of each, some name is there or some name is not: (name, is there).
+        sought: how many members with free names are sought.
         low: fewest members.
         high: most members.
     """
@@ -65,25 +63,13 @@ class ObjectShape:
     named: dict[str, Formula]
     required: set[str]
     free: list[Cell]
-    sought: list[Formula] = field(default_factory=list)
-    clauses: list[tuple[tuple[str, bool], ...]] = field(default_factory=list)
+    sought: int = 0
     low: int = 0
     high: int | None = None
 
     def values(self) -> list[Formula]:
         """Every formula that a value may have to fit."""
-        found = [*self.named.values(), *(cell.value for cell in self.free)]
-        for cell in self.free:
-            found += [value for value, _ in self._witnesses(cell)]
-        return found
-
-    def _witnesses(self, cell: Cell) -> list[tuple[Formula, tuple[int, ...]]]:
-        """How a member of a cell can be one or more of the sought members."""
-        return [
-            (both(cell.value, *(self.sought[number] for number in chosen)), chosen)
-            for size in range(1, len(cell.wants) + 1)
-            for chosen in combinations(cell.wants, size)
-        ]
+        return [*self.named.values(), *(cell.value for cell in self.free)]
 
     def possible(self, productive: Callable[[Formula], bool]) -> bool:
         """Whether there is such an object, given which formulas have values."""
@@ -93,12 +79,9 @@ class ObjectShape:
             return False
         if not free and len(named) < self.low:
             return False
-        for number in range(len(self.sought)):
-            if not any(
-                number in chosen and productive(value) for cell in self.free for value, chosen in self._witnesses(cell)
-            ):
-                return False
-        return all(any(not there or name in named for name, there in clause) for clause in self.clauses)
+        return all(
+            any(number in cell.finds and productive(cell.value) for cell in self.free) for number in range(self.sought)
+        )
 
     def rules(self, grammar: Grammar) -> str:  # noqa: PLR0915 - one rule after the other, each used by the next
         """The rule for such an object; helper rules go into the grammar."""
@@ -114,22 +97,20 @@ class ObjectShape:
             fewest = 0
         counted = most is not None or fewest > 0
         width = max(most or 0, fewest).bit_length() if counted else 0
-        spoken = {name for clause in self.clauses for name, _ in clause}
-        bits = sorted(self.required) + [name for name in others if name in spoken or counted]
-        room = WIDTH - len(self.sought) - width
+        bits = sorted(self.required) + (others if counted else [])
+        room = WIDTH - self.sought - width
         if len(bits) > room:
             raise UnsupportedConstraint(
                 f"an object has {len(bits)} names to keep track of, more than {room}",
                 ["required" if not counted else "minProperties"],
             )
-        # A name beyond the parameter's width may come again: what is read is the last, and each of them fits.
         bits += [name for name in others if name not in bits][: room - len(bits)]
         place = {name: number for number, name in enumerate(bits)}
         unlimited = [name for name in others if name not in place]
         if not bits and not self.sought and not counted:
             return self._plain(grammar, [*((patterns.literal(name), named[name]) for name in others)], free)
         required = len(self.required)
-        flags = range(len(bits), len(bits) + len(self.sought))
+        flags = range(len(bits), len(bits) + self.sought)
         counter = f"[{flags.stop}:{flags.stop + width}]"
         key = grammar.fresh("o")
         rest, counted_rest = f"{key}r", f"{key}n" if counted else f"{key}r"
@@ -153,22 +134,12 @@ class ObjectShape:
             members.append(member(terminal, named[name], f"{counted_rest}::_", within))
         for cell in free:
             terminal = grammar.terminal(cell.terminal)
-            members.append(member(terminal, cell.value, f"{counted_rest}::_", within))
-            for value, chosen in self._witnesses(cell):
-                if grammar.productive(value):
-                    seen = sum(1 << flags[number] for number in chosen)
-                    members.append(member(terminal, value, f"{counted_rest}::bit_or({seen:#x})", within))
+            seen = sum(1 << flags[number] for number in cell.finds)
+            then = f"{counted_rest}::{f'bit_or({seen:#x})' if seen else '_'}"
+            members.append(member(terminal, cell.value, then, within))
 
         done = [f"is_ones([0:{required}])"] if required else []
         done += [f"bit_set({flag})" for flag in flags]
-        for clause in self.clauses:
-            # A name that cannot be there is not.
-            parts = [
-                f"{'bit_set' if there else 'bit_clear'}({place[name]})" if name in place else "true"
-                for name, there in clause
-                if name in place or not there
-            ]
-            done.append(_any(*parts))
 
         def end(fewest: int) -> str:
             close = _all(*done, f"ge({counter}, {fewest})" if fewest > 0 else "")
@@ -254,24 +225,8 @@ def _nested(name: str, conditions: list[str]) -> str:
     return f"{name}({conditions[0]}, {_nested(name, conditions[1:])})"
 
 
-def presence_clause(formula: Formula) -> tuple[tuple[str, bool], ...] | None:
-    """A disjunction that only asks which single names are there, one of them at least."""
-    if not isinstance(formula, Or):
-        return None
-    found = []
-    for part in formula.parts:
-        match part:
-            case SomeMember(StringIn(values, False), value) if len(values) == 1 and value == EVERYTHING:
-                found.append((next(iter(values)), True))
-            case EveryMember(StringIn(values, False), value) if len(values) == 1 and value == NOTHING:
-                found.append((next(iter(values)), False))
-            case _:
-                return None
-    return tuple(sorted(found)) if any(there for _, there in found) else None
-
-
 def object_shapes(  # noqa: PLR0912 - one step after the other
-    shape: Shape, clauses: list[tuple[tuple[str, bool], ...]], expand: Callable[[Ref], Formula]
+    shape: Shape, expand: Callable[[Ref], Formula]
 ) -> list[ObjectShape]:
     """What the assertions of one alternative say together; several where a sought member may have one of several names.
 
@@ -292,9 +247,7 @@ def object_shapes(  # noqa: PLR0912 - one step after the other
                 high = most if high is None else high if most is None else min(high, most)
             case Unknown(keyword, why):
                 raise UnsupportedConstraint(f"the keyword {keyword!r} {why}", [keyword])
-    names = sorted(
-        set().union(*(names_in(keys) for keys, _ in every + some), *({name for name, _ in one} for one in clauses))
-    )
+    names = sorted(set().union(*(names_in(keys) for keys, _ in every + some)))
     named = {name: both(*(value for keys, value in every if holds(keys, name, expand))) for name in names}
     cells = []
     for terminal, fits in regions([keys for keys, _ in every + some], set(names)):
@@ -304,8 +257,6 @@ def object_shapes(  # noqa: PLR0912 - one step after the other
     for number, (keys, _) in enumerate(some):
         candidates = [name for name in names if holds(keys, name, expand)]
         choices.append([*candidates, *([None] if any(fits[number] for _, _, fits in cells) else [])])
-    if high is not None and clauses:
-        raise UnsupportedConstraint("maxProperties cannot be combined with dependent members", ["maxProperties"])
     results = []
     if prod(map(len, choices)) > 64:
         raise UnsupportedConstraint("too many ways to find the members that are sought", ["not"])
@@ -318,8 +269,6 @@ def object_shapes(  # noqa: PLR0912 - one step after the other
             else:
                 required.add(name)
                 values[name] = both(values[name], some[number][1])
-        if len(sought) > MAX_SOUGHT:
-            raise UnsupportedConstraint(f"more than {MAX_SOUGHT} members of unknown name are sought", ["not"])
         if sought and high is not None:
             raise UnsupportedConstraint("maxProperties cannot be combined with a sought member", ["maxProperties"])
         free = [
@@ -327,5 +276,10 @@ def object_shapes(  # noqa: PLR0912 - one step after the other
             for terminal, value, fits in cells
             if value != NOTHING
         ]
-        results.append(ObjectShape(values, required, free, [some[number][1] for number in sought], clauses, low, high))
+        for cell in free:
+            if any(both(cell.value, some[sought[place]][1]) != cell.value for place in cell.finds):
+                raise UnsupportedConstraint("a member is sought by its value, and its name may come again", ["not"])
+        if free and len(required) + 1 < low <= (low if high is None else high):
+            raise UnsupportedConstraint("members are counted, and their names may come again", ["minProperties"])
+        results.append(ObjectShape(values, required, free, len(sought), low, high))
     return results

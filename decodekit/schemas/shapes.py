@@ -10,6 +10,7 @@ from math import ceil, floor, gcd, lcm
 
 from decodekit.core.errors import UnsupportedConstraint
 from decodekit.schemas import numbers, patterns
+from decodekit.schemas.ecmascript import matcher
 from decodekit.schemas.formula import (
     And,
     Assertion,
@@ -96,7 +97,7 @@ def holds(formula: Formula, text: str, expand: Callable[[Ref], Formula]) -> bool
         case StringIn(values, negated):
             return (text in values) != negated
         case Pattern(pattern, negated):
-            return (patterns.matcher(pattern).search(text) is not None) != negated
+            return (matcher(pattern).search(text) is not None) != negated
         case Length(low, high):
             return low <= len(text) and (high is None or len(text) <= high)
         case Unknown(keyword, why, kind) if kind in ("string", None):

@@ -125,6 +125,24 @@ def test_members_come_in_any_order() -> None:
         assert not accepts(constraint, VOCABULARY, json.dumps(dict.fromkeys(order[1:], 1)))
 
 
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("", '{"a":0}'),
+        ('{"x', '":"","a":0}'),
+        ('{"x":[{"y', '":""}],"a":0}'),
+        ('{"a":1,"x":"', '"}'),
+        ('{"b":1,"', 'a":0}'),
+    ],
+)
+def test_a_text_is_ended_by_what_is_open_and_required(text, end) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
+    state = compiled(schema, whitespace="compact").start()
+    for token in VOCABULARY.encode(text):
+        state.advance(token)
+    assert state.shortest_end() == end.encode()
+
+
 def test_whitespace_is_bounded() -> None:
     text = json.dumps({"a": [1, 2]}, indent=2)
     assert judged(True, '{"a":1}', '{"a": [1, 2]}', '{"a":  1}', text) == [True, True, False, False]

@@ -81,7 +81,10 @@ BOMBS = {
     "a reference to nowhere": {"kind": "json_schema", "schema": {"$ref": "#/$defs/none", "$defs": {"a": {"$ref": "#"}}}},
     "a reference to itself": {"kind": "json_schema", "schema": {"$ref": "#"}},
     "50 MB": {"kind": "json_schema", "schema": {"enum": ["x" * 50_000_000]}},
-    "exponential look-ahead": {"kind": "regex", "pattern": "(.*a.{12}b)" + "".join(f"(?=.*{c}.{{14}}{c})" for c in "abcdefghij") + ".*"},
+    "exponential look-ahead": {
+        "kind": "regex",
+        "pattern": "(.*a.{12}b)" + "".join(f"(?=.*{own}.{{14}}{own})" for own in "abcdefghij") + ".*",
+    },
     "many alternatives": {
         "kind": "json_schema",
         "schema": {"allOf": [{"anyOf": [{"required": [f"{a}{b}"]} for b in "abcdef"]} for a in "abcdefghijklmnop"]},

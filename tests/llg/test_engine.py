@@ -105,6 +105,26 @@ def test_the_mask_within_a_limit_leads_to_an_end() -> None:
     assert mask_tokens(out[0]) == []
 
 
+def test_the_place_over_bytes_follows_rollbacks_and_forks() -> None:
+    compiled = CompiledGrammar(NESTED, VOCABULARY)
+    for seed in range(10):
+        rng = random.Random(seed)
+        tokens = VOCABULARY.encode(random_text(compiled, VOCABULARY, rng, 12))
+        state = compiled.start()
+        for count, token in enumerate(tokens, start=1):
+            state.min_tokens_to_accept(99)
+            state.advance(token)
+            fork = state.fork()
+            fork.min_tokens_to_accept(99)
+            kept = rng.randrange(count + 1)
+            fork.rollback(count - kept)
+            replayed = compiled.start()
+            for again in tokens[:kept]:
+                replayed.advance(again)
+            assert fork.shortest_end() == replayed.shortest_end()
+            assert fork.forced_tokens() == replayed.forced_tokens()
+
+
 def test_a_space_that_the_decoder_drops_is_legal_at_the_start() -> None:
     spaced = Vocabulary(VOCABULARY.tokens, True, (EOS,), VOCABULARY.tokenizer)
     state = CompiledGrammar('start: "ab"\n', spaced).start()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import decodekit
-from decodekit.core.errors import InputError
+from decodekit.core.errors import InputError, UnsupportedConstraint
+from decodekit.fsm.masks import FsmState
 from decodekit.runtime.constraining import Marker, constrain
 
 PATTERN = r"(\d{3}-)+the end(ing)?[.!]|abc"
@@ -99,6 +100,27 @@ def test_a_rule_that_bans_all_that_is_legal_ends_the_row_with_its_name(dense, to
     ).run(dense, tokenizer, ["a"], max_new_tokens=5)
     assert output.finish_reason == "error"
     assert "rule 'bad_words' left no token" in output.error
+
+
+@pytest.mark.parametrize("hook", ["mask_within", "advance", "forced_tokens"])
+def test_one_that_grows_too_large_ends_its_row_alone(dense, tokenizer, monkeypatch, hook) -> None:
+    free = decodekit.load({}).run(dense, tokenizer, ["b"], max_new_tokens=12)[0]
+    plain = getattr(FsmState, hook)
+
+    def too_large(state, *args):
+        if len(state._places) > 3:
+            raise UnsupportedConstraint("more than 3 states", ("size",))
+        return plain(state, *args)
+
+    monkeypatch.setattr(FsmState, hook, too_large)
+    own = {"kind": "regex", "pattern": "[xy]+z"}
+    stopped, other = decodekit.load({"drafter": {"kind": "ngram", "schedule": "constant"}}).run(
+        dense, tokenizer, [{"prompt": "a", "constraint": own}, "b"], max_new_tokens=12
+    )
+    assert stopped.finish_reason == "error"
+    assert "constraint 'regex' cannot be followed any further: more than 3 states" in stopped.error
+    assert not stopped.stats["constraint"]["complete"]
+    assert other.token_ids == free.token_ids
 
 
 def test_it_begins_after_its_marker(dense, tokenizer) -> None:
