@@ -1,8 +1,8 @@
 """What each program of the paged attention kernel does: planned once a step on the host, used by every layer.
 
-The keys of a row are cut at multiples of ``SPLIT`` tokens, wherever its queries are and whatever its neighbours, so that the
-parts of a query, and the order in which they are merged, are its own. Rows whose blocks are the same over a whole split
-share one item, which reads them once.
+The keys of a row are cut at multiples of a length that depends on its own alone, so that the parts of a query, and the order
+in which they are merged, are the same whatever rows are beside it. Rows whose blocks are the same over a whole split share one
+item, which reads them once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SPLIT = 512
-"""Keys a part."""
+SPLITS = 512, 2048
+"""Least and most keys a part: short ones occupy the processor with few rows, long ones cost less to begin and to merge."""
+
+_PARTS = 8  # of a row between these; powers of 2, all three
 
 TILES = (16, 64)
 """Rows of scores an item may have: narrow items waste less, wide ones read the keys less often."""
@@ -155,12 +157,14 @@ def _spread(first: Ints, count: Ints) -> Ints:
 
 def _cut(rows: _Rows, table: NDArray[np.int32], block_size: int) -> tuple[Ints, Ints, int, Ints, Ints]:
     """Rows whose keys are cut: members, merges, number of parts; and of each group its members and (row, start, stop)."""
-    begin, stop = rows.first // SPLIT, -(-rows.length // SPLIT)
+    size = np.clip((1 << np.ceil(np.log2(rows.length)).astype(np.int64)) // _PARTS, *SPLITS)
+    begin, stop = rows.first // size, -(-rows.length // size)
     splits = stop - begin
     pair = np.repeat(np.arange(len(splits)), splits)  # of a row and a split
     split = _spread(begin, splits)
-    start, end = np.maximum(split * SPLIT, rows.first[pair]), np.minimum((split + 1) * SPLIT, rows.length[pair])
-    order, leads = _shared(rows.number[pair], split, end - start == SPLIT, table, block_size)
+    size = size[pair]
+    start, end = np.maximum(split * size, rows.first[pair]), np.minimum((split + 1) * size, rows.length[pair])
+    order, leads = _shared(rows.number[pair], split, size, end - start == size, table, block_size)
     pair, split, start, end = pair[order], split[order], start[order], end[order]
     parts = np.where(splits > 1, splits * rows.count, 0)
     base = np.cumsum(parts) - parts  # of a row's parts: all splits of its first query, then of its next
@@ -179,17 +183,21 @@ def _cut(rows: _Rows, table: NDArray[np.int32], block_size: int) -> tuple[Ints, 
 
 
 def _shared(
-    row: Ints, split: Ints, full: NDArray[np.bool_], table: NDArray[np.int32], block_size: int
+    row: Ints, split: Ints, size: Ints, full: NDArray[np.bool_], table: NDArray[np.int32], block_size: int
 ) -> tuple[Ints, NDArray[np.bool_]]:
     """The order that brings the pairs of a row and a split with the same blocks together, and which begin a group."""
-    if SPLIT % block_size or not len(row):
+    if SPLITS[0] % block_size or not len(row):
         return np.arange(len(row)), np.ones(len(row), dtype=bool)
-    size = SPLIT // block_size
-    place = split[:, None] * size + np.arange(size)
-    blocks = table[row[:, None], np.minimum(place, table.shape[1] - 1)]
-    order = np.lexsort((blocks[:, 0], split))
-    blocks, split, full = blocks[order], split[order], full[order]
-    same = (blocks[1:] == blocks[:-1]).all(1) & (split[1:] == split[:-1]) & full[1:] & full[:-1]
+    first = split * size // block_size
+    order = np.lexsort((table[row, first], first, size))
+    row, first, size, full = row[order], first[order], size[order], full[order]
+    same = (size[1:] == size[:-1]) & (first[1:] == first[:-1]) & full[1:] & full[:-1]
+    same &= table[row[1:], first[1:]] == table[row[:-1], first[:-1]]
+    likely = np.flatnonzero(same)
+    offset = np.arange(SPLITS[1] // block_size)
+    place = np.minimum(first[likely, None] + offset, table.shape[1] - 1)
+    equal = table[row[likely, None], place] == table[row[likely + 1, None], place]
+    same[likely] = (equal | (offset >= size[likely, None] // block_size)).all(1)
     return order, np.concatenate([[True], ~same])
 
 

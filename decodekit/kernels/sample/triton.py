@@ -71,27 +71,41 @@ def _above(keys, count, pivot, best, inverse, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _add(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
 def _threshold(keys, count, target, low, high, best, inverse, MASS: tl.constexpr, TOKENS: tl.constexpr):
     """The largest key in ``[low, high]`` such that those at least as large are ``target`` many, or weigh as much."""
     # The first are kept in registers: seldom there are others.
     first, first_weight = _load(keys, 0, count, best, inverse, TOKENS)
+    if not MASS:
+        first_weight = (tl.arange(0, TOKENS) < count).to(tl.float32)
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
-        middle = (low + high + 1) >> 1
-        if MASS:
-            found = tl.sum(tl.where(first >= middle, first_weight, 0.0), 0)
-        else:
-            found = tl.sum((first >= middle).to(tl.int32), 0)
+        quarter = (high - low + 4) >> 2
+        one = low + quarter
+        two, three = tl.minimum(one + quarter, high + 1), tl.minimum(one + 2 * quarter, high + 1)
+        sum_one = tl.where(first >= one, first_weight, 0.0)
+        sum_two = tl.where(first >= two, first_weight, 0.0)
+        sum_three = tl.where(first >= three, first_weight, 0.0)
         for start in range(TOKENS, count, TOKENS):
             key, weight = _load(keys, start, count, best, inverse, TOKENS)
-            if MASS:
-                found += tl.sum(tl.where(key >= middle, weight, 0.0), 0)
-            else:
-                found += tl.sum((key >= middle).to(tl.int32), 0)
-        if found >= target:
-            low = middle
+            if not MASS:
+                weight = (start + tl.arange(0, TOKENS) < count).to(tl.float32)
+            sum_one += tl.where(key >= one, weight, 0.0)
+            sum_two += tl.where(key >= two, weight, 0.0)
+            sum_three += tl.where(key >= three, weight, 0.0)
+        found_one, found_two, found_three = tl.reduce((sum_one, sum_two, sum_three), 0, _add)
+        if (three <= high) & (found_three >= target):
+            low = three
+        elif (two <= high) & (found_two >= target):
+            low, high = two, three - 1
+        elif found_one >= target:
+            low, high = one, two - 1
         else:
-            high = middle - 1
+            high = one - 1
     return low.to(tl.int32)
 
 
@@ -176,6 +190,7 @@ def _sample(
         if above >= target:
             threshold = _threshold(keys, count, target, threshold + 1, high, best, inverse, True, TOKENS)
             number, above = _above(keys, count, threshold + 1, best, inverse, TOKENS)
+            ties = vocab_size
         missing = tl.ceil((target - above) * tl.exp((best - _number(threshold)) * inverse))
         ties = tl.minimum(ties, tl.maximum(missing, 1.0).to(tl.int32))
     last = _last_tie(keys, count, threshold, ties, TOKENS)
