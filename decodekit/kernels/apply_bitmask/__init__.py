@@ -12,7 +12,7 @@ __all__ = ["apply_bitmask"]
 
 def apply_bitmask(logits: Tensor, words: Tensor) -> None:
     """See :func:`decodekit.kernels.apply_bitmask.reference.apply_bitmask`; on a GPU only what is excluded is written."""
-    if triton_runs(logits):
+    if triton_runs(logits.device):
         from decodekit.kernels.apply_bitmask import triton
 
         triton.apply_bitmask(logits, words)

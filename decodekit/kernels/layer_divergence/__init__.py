@@ -13,7 +13,7 @@ __all__ = ["Divergence", "layer_divergence"]
 
 def layer_divergence(final: Tensor, early: Tensor, divergence: Divergence = "jsd") -> Tensor:
     """See :func:`decodekit.kernels.layer_divergence.reference.layer_divergence`; one pass over both on a GPU."""
-    if triton_runs(final):
+    if triton_runs(final.device):
         from decodekit.kernels.layer_divergence import triton
 
         return triton.layer_divergence(final, early, divergence)

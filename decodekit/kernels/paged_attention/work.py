@@ -8,6 +8,7 @@ item, which reads them once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ def plan_work(
     seen = _spread(rows.query, rows.count)
     blind = np.setdiff1d(np.arange(starts[-1]), seen, assume_unique=True)
     merges = np.concatenate([merges, np.stack([blind, 0 * blind, 0 * blind], axis=1)])
-    arrays = [table, *(items for _, items in launches), members, merges]
+    arrays: list[NDArray[Any]] = [table, *(items for _, items in launches), members, merges]
     # One copy to the device instead of five.
     flat = torch.from_numpy(np.concatenate([array.ravel().astype(np.int32) for array in arrays])).to(device)
     parts = flat.split([array.size for array in arrays])

@@ -14,7 +14,7 @@ def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor
 ) -> Tensor:
     """See :func:`decodekit.kernels.sample.reference.sample`; one Triton kernel, which sorts nothing, on a GPU."""
-    if triton_runs(logits):
+    if triton_runs(logits.device):
         from decodekit.kernels.sample import triton
 
         return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, counters)
