@@ -301,7 +301,9 @@ def test_kernel_left_pads_are_zeros_and_blocks_a_window_let_go_are_not_read(devi
     torch.testing.assert_close(output[[0, 4, 5]].double(), expected, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize(("length", "parts"), [(512, 1), (513, 2), (4096, 8), (5000, 5), (16384, 8), (131072, 64)])
+@pytest.mark.parametrize(
+    ("length", "parts"), [(512, 1), (513, 2), (4096, 8), (8191, 16), (8192, 8), (16384, 8), (131072, 64)]
+)
 def test_parts_depend_on_the_length_alone(length, parts) -> None:
     table, start = torch.arange(-(-length // 16))[None], torch.tensor([0, 1])
     work = plan_work(table, torch.tensor([length]), start, block_size=16, group=4)

@@ -164,13 +164,14 @@ def _attend(
     values += head.to(tl.int64) * stride_vh + value_dim[None, :]
     table += row.to(tl.int64) * stride_t
     highest = tl.full([TILE], float("-inf"), tl.float32)
-    totals = tl.zeros([KEYS, TILE], tl.float32)
+    ones = tl.full([16, KEYS], 1.0, query.dtype.element_ty)
+    totals = tl.zeros([16, TILE], tl.float32)
     if sinks is not None:
         # Those of queries with parts are for the merge to add.
         whole = live & (part < 0)
         sink = tl.load(sinks + query_head, mask=whole, other=0.0).to(tl.float32)
         highest = tl.where(whole, sink * _LOG2_E, highest)
-        totals = tl.where((tl.arange(0, KEYS) == 0)[:, None] & whole[None, :], 1.0, totals)
+        totals += tl.where(whole, 1.0, 0.0)[None, :]
     result = tl.zeros([BLOCK_DV, TILE], tl.float32)
     offset = tl.arange(0, KEYS)
     block = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
@@ -198,13 +199,13 @@ def _attend(
         floor = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - floor[None, :])
         decay = tl.exp2(highest - floor)
-        # Summed over the keys only once, after the loop: a sum across warps is a barrier.
-        totals = totals * decay[None, :] + weights
         value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
-        result = result * decay[None, :]
-        result = tl.dot(tl.trans(value), weights.to(value.dtype), result, input_precision="ieee")
+        weights = weights.to(value.dtype)
+        result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
+        # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
+        totals = tl.dot(ones, weights, totals * decay[None, :], input_precision="ieee")
         highest = higher
-    total = tl.sum(totals, 0)
+    total = tl.max(totals, 0)  # all its rows are equal
     result = result / tl.where(total > 0, total, 1.0)[None, :]
     kept = (value_dim < DV)[:, None] & live[None, :]
     where = (place * heads + query_head) * DV

@@ -18,7 +18,7 @@ from torch import Tensor
 SPLITS = 512, 2048
 """Least and most keys a part: short ones occupy the processor with few rows, long ones cost less to begin and to merge."""
 
-_PARTS = 8  # of a row between these; powers of 2, all three
+_PARTS = 8  # at least, of a row between these; powers of 2, all three
 
 TILES = (16, 64)
 """Rows of scores an item may have: narrow items waste less, wide ones read the keys less often."""
@@ -158,7 +158,7 @@ def _spread(first: Ints, count: Ints) -> Ints:
 
 def _cut(rows: _Rows, table: NDArray[np.int32], block_size: int) -> tuple[Ints, Ints, int, Ints, Ints]:
     """Rows whose keys are cut: members, merges, number of parts; and of each group its members and (row, start, stop)."""
-    size = np.clip((1 << np.ceil(np.log2(rows.length)).astype(np.int64)) // _PARTS, *SPLITS)
+    size = np.clip((1 << np.log2(rows.length).astype(np.int64)) // _PARTS, *SPLITS)
     begin, stop = rows.first // size, -(-rows.length // size)
     splits = stop - begin
     pair = np.repeat(np.arange(len(splits)), splits)  # of a row and a split
