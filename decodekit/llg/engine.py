@@ -101,6 +101,7 @@ class GrammarState(ConstraintState):
         self._ended = ended
         self._bytewise = bytewise
         self._ends: list[bytes | None] = [None] if ends is None else ends  # found before, after each token
+        self._found: tuple[bytes | None] | None = None  # by a search from here
 
     def mask(self, out: Tensor, row: int) -> None:  # noqa: D102
         vocabulary = self._compiled.vocabulary
@@ -117,10 +118,12 @@ class GrammarState(ConstraintState):
             if not self.is_accepting():
                 raise RowError(f"token {token} ends the text where the grammar does not allow an end")
             self._ended += 1
+            self._found = None
         elif self._ended or not self._takes(token):
             raise RowError(f"token {token} is not legal here")
         else:
             self._taken.append(token)
+            self._found = None
             end, piece = self._ends[-1], self._compiled.vocabulary.tokens[token]
             self._ends.append(end[len(piece) :] if end and piece and end.startswith(piece) else None)
 
@@ -135,6 +138,7 @@ class GrammarState(ConstraintState):
             raise ValueError(f"{count} tokens cannot be taken back: {len(self._taken) + self._ended} were taken")
         ends = min(count, self._ended)
         self._ended -= ends
+        self._found = None
         if back := count - ends:
             self._matcher.rollback(back)
             del self._taken[-back:], self._ends[-back:]
@@ -166,6 +170,11 @@ class GrammarState(ConstraintState):
 
         See ``decodekit.llg.ends``.
         """
+        if self._found is None:
+            self._found = (self._searched_end(),)
+        return self._found[0]
+
+    def _searched_end(self) -> bytes | None:
         if self.is_accepting():
             return b""
         here = self._over_bytes()
