@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from functools import cache
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,14 +22,28 @@ def mask_tokens(row: Tensor) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
 
 
-def unpacked(mask: Tensor, width: int) -> Tensor:
-    """[R, ceil(V/32)] int32 as [R, V] truth values, on the device of the mask."""
-    if mask.device.type == "cpu":
-        # Forty times as fast as the shifts below.
-        bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), axis=-1, count=width, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
-    words = (mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
-    return words.flatten(1)[:, :width].bool()
+def legal_only(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores with ``-inf`` at what is not legal.
+
+    Args:
+        scores: [R, V] floats.
+        mask: [R, ceil(V/32)] int32 on any device.
+    """
+    if scores.device.type == "cpu":
+        # A look-up a byte and a minimum take a tenth of what unpacking the bits and masked_fill do.
+        limits = np.take(_byte_limits(scores.dtype), mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1)
+        return torch.minimum(scores, torch.from_numpy(limits).view(scores.dtype)[:, : scores.shape[-1]])
+    words = mask.to(scores.device).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=scores.device)
+    illegal = (words & 1).flatten(1)[:, : scores.shape[-1]] == 0
+    return scores.masked_fill(illegal, -torch.inf)
+
+
+@cache
+def _byte_limits(dtype: torch.dtype) -> NDArray[Any]:
+    """[256, 8] the largest score that each bit of a byte allows: any or none; as integers, for NumPy knows not every dtype."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=-1, bitorder="little")
+    limits = torch.where(torch.from_numpy(bits).bool(), torch.inf, -torch.inf).to(dtype)
+    return limits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[limits.element_size()]).numpy()
 
 
 def is_legal(row: Tensor, token: int) -> bool:

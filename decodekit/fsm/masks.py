@@ -55,6 +55,7 @@ class CompiledAutomaton(CompiledConstraint):
         self._reached: dict[Place, list[Place]] = {}
         self._forced: dict[Place, list[int]] = {}
         self._distance: dict[Place, int] = {}
+        self._roomy: dict[Place, int] = {}  # the limit from which on every legal token leaves time to end
         start = self.start()._places[0]
         if not (self._dfa.is_live(start.state) and self._can_end(start)):
             raise InputError("no text that the tokenizer can spell satisfies this constraint; relax one of its parts")
@@ -92,12 +93,14 @@ class CompiledAutomaton(CompiledConstraint):
 
     def mask_within(self, place: Place, limit: int) -> Tensor:
         """[ceil(V/32)] int32: the legal tokens after which the text can end within ``limit`` tokens, these included."""
+        if limit >= self._roomy.get(place, _NO_LIMIT):
+            return self.mask(place)
         with self._exploring():
-
-            def ends_in_time(state: int) -> bool:
-                return self.distance(Place(state, False), limit - 1) is not None
-
-            legal = self._kept(self._after_each(place), ends_in_time) != DEAD
+            after = self._after_each(place)
+            distances = {state: self.distance(Place(state, False), limit - 1) for state in _distinct(after)}
+            legal = self._kept(after, lambda state: distances[state] is not None) != DEAD
+            if None not in distances.values():
+                self._roomy[place] = 1 + max((each or 0 for each in distances.values()), default=0)
             return _packed(legal | self._eos if self.accepts(place) else legal)
 
     def after(self, place: Place, token: int) -> Place | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor
 
-from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_words, unpacked
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal_only, mask_words
 from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.core.protocols import Constraint, Rule
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
@@ -68,8 +68,8 @@ class _ConstraintProcessor(LogitsProcessor):
         for row, output in enumerate(outputs):
             if (state := self._states[output]) is not None:
                 state.mask(mask, row)
-        masked = scores.masked_fill(~unpacked(mask.to(scores.device), width), -math.inf)
-        if (empty := (masked == -math.inf).all(-1)).any():
+        masked = legal_only(scores, mask)
+        if (empty := masked.amax(-1) == -math.inf).any():
             row = int(empty.nonzero()[0])
             raise RowError(
                 f"row {row}: every token that constraint {self._constraint.kind!r} allows is banned by what came before it"

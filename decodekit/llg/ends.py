@@ -124,7 +124,7 @@ def json_end(matcher: LLMatcher, text: bytes, names: tuple[str, ...]) -> bytes |
         if step in b"}]":
             written.pop(len(scan.open), None)
         elif scan.at_name:
-            tried.add(step)
+            written.setdefault(len(scan.open), set()).add(step)
         end += step
         scan.read(step)
         steps = []

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from decodekit.core import registry
-from decodekit.core.constraint import CompiledConstraint, ConstraintState, mask_words, unpacked
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal_only, mask_words
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.runtime.guard import guarded
+
+
+_NEAR = 64
+"""Tokens to the limit below which an end is looked for at every token."""
 
 
 class Constraints:
@@ -107,6 +111,7 @@ class RowConstraint:
         width: of the logits.
         left: tokens that the row may still get.
         marker: what it begins after; ``None`` once it has begun.
+        look: tokens left at which its end is looked for again; as many as ``left`` by default, that is now.
     """
 
     def __init__(
@@ -117,9 +122,11 @@ class RowConstraint:
         width: int,
         left: int,
         marker: Marker | None,
+        look: int | None = None,
     ) -> None:
         self._constraint, self._compiled, self._state = constraint, compiled, state
         self._width, self._left, self._marker = width, left, marker
+        self._look = left if look is None else look
         self._ahead: Future[Tensor] | None = None
 
     def mask(self) -> Tensor | None:
@@ -191,7 +198,8 @@ class RowConstraint:
         """A copy that goes its own way."""
         self._settled()
         marker = None if self._marker is None else self._marker.fork()
-        return RowConstraint(self._constraint, self._compiled, self._state.fork(), self._width, self._left, marker)
+        state = self._state.fork()
+        return RowConstraint(self._constraint, self._compiled, state, self._width, self._left, marker, self._look)
 
     def report(self, text: str) -> dict[str, Any]:
         """What holds of a finished text, for ``Output.stats``."""
@@ -206,11 +214,27 @@ class RowConstraint:
 
     def _fill(self) -> Tensor:
         out = torch.zeros(1, mask_words(self._width), dtype=torch.int32)
-        self._state.mask_within(out, 0, self._left)
+        if not self._is_far():
+            self._state.mask_within(out, 0, self._left)
         if not bool(out.any()):
-            # No end in time was found: the text is then cut at its limit, as without a look ahead.
+            # Far from the limit; or no end in time was found, and the text is then cut there, as without a look ahead.
             self._state.mask(out, 0)
         return out[0]
+
+    def _is_far(self) -> bool:
+        """Whether the limit is so far that any way to go on leaves time to end; where an engine counts exactly, it says so.
+
+        Far is four times the tokens that an end takes now, and 64 more; the next look is when an eighth of what lies between
+        is used up.
+        """
+        if self._compiled.counts_exactly or self._left <= _NEAR:
+            return False
+        if self._left > self._look:
+            return True
+        needed = self._state.min_tokens_to_accept(self._left)
+        spare = -1 if needed is None else self._left - 4 * needed - _NEAR
+        self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
+        return spare >= 0
 
     def _settled(self) -> None:
         """Nobody else may be at the state."""
@@ -260,12 +284,12 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
             words[position] = mask
     if not words:
         return scores, failures
-    illegal = ~unpacked(torch.stack(list(words.values())).to(scores.device), scores.shape[-1])
-    index = torch.tensor(list(words), device=scores.device)
-    own = scores[index].masked_fill(illegal, -torch.inf)
+    index, masks = torch.tensor(list(words), device=scores.device), torch.stack(list(words.values()))
+    all_rows = len(words) == len(scores)
+    own = legal_only(scores if all_rows else scores[index], masks)
     if bool((empty := own.amax(-1) == -torch.inf).any()):
-        own[empty] = plain[index[empty]].to(own.dtype).masked_fill(illegal[empty], -torch.inf)
-    return (own if len(words) == len(scores) else scores.index_copy(0, index, own)), failures
+        own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
+    return (own if all_rows else scores.index_copy(0, index, own)), failures
 
 
 @lru_cache(maxsize=1)
