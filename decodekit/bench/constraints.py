@@ -55,7 +55,7 @@ COMPACT: dict[str, Any] = {
 
 
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Rows a batch size: a step free and constrained, and what of it is the constraint beside outlines'; then forwards saved."""
+    """A row a batch size: a step free and constrained, its masks beside outlines' own; then rows of forwards saved."""
     if len(prompts) < max(BATCHES):
         raise InputError(f"suite 'constraints' needs {max(BATCHES)} prompts, got {len(prompts)}")
     rows: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step ends; ends the call after so many, or as soon as a row is over: decodekit drops it from the batch."""
+    """Notes when each step ends; ends the call after so many, or once a row is over: decodekit drops it from the batch."""
 
     def __init__(self, rows: int, eos: int) -> None:
         self.seconds: list[float] = []
@@ -89,7 +89,7 @@ class _Clock(StoppingCriteria):
 def _steps(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> dict[str, Any]:
     """What a step of a batch costs, three ways in turn; the first, which waits for the prompt, is left out."""
     ids, attention = left_pad([encode(tokenizer, prompt) for prompt in prompts], tokenizer.pad_token_id, model.device)
-    no_end = {"eos_token_id": ids.new_tensor(-1)}
+    no_end = {"eos_token_id": [-1]}
     free, constrained = load({}), load({"constraint": {"kind": "json_schema", "schema": SCHEMA}})
     ways: dict[str, dict[str, Any]] = {
         "generate": no_end,

@@ -11,6 +11,7 @@ from decodekit.core import registry
 from decodekit.core.constraint import is_legal, mask_words
 from decodekit.core.errors import InputError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint
+from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 
 
@@ -30,7 +31,9 @@ def accepts(constraint: Constraint | Mapping[str, Any], text: str, tokenizer: An
     if not isinstance(plugin, Constraint):
         raise InputError(f"expected a constraint or its options with 'kind', got {type(plugin).__name__}")
     vocabulary = Vocabulary.of(tokenizer)
-    compiled = plugin.resolve(tokenizer).compile(vocabulary)
+    resolved = plugin.resolve(tokenizer)
+    vet(resolved)
+    compiled = resolved.compile(vocabulary)
     if not compiled.exact:
         raise UnsupportedConstraint(
             f"the masks of {plugin.kind!r} do not enforce {', '.join(compiled.unsupported)}", compiled.unsupported

@@ -15,6 +15,7 @@ from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.core.protocols import Constraint, Rule
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Rows
+from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 
 
@@ -60,6 +61,7 @@ class _ConstraintProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows, width = scores.shape
         if self._compiled is None:
+            vet(self._constraint)
             self._compiled = self._constraint.compile(Vocabulary.of(self._tokenizer, width))
             self._prompt_width = input_ids.shape[1]
         outputs = [tuple(row) for row in input_ids[:, self._prompt_width :].tolist()]

@@ -20,9 +20,9 @@ from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.protocols import Constraint, Drafter
+from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.runtime.guard import guarded
-
 
 _NEAR = 64
 """Tokens to the limit below which an end is looked for at every token."""
@@ -74,7 +74,9 @@ class Constraints:
                 return compiled
         with guarded(constraint, "compile"):
             vocabulary = Vocabulary.of(self._tokenizer, self._width, self._eos)
-            compiled = constraint.resolve(self._tokenizer).compile(vocabulary)
+            resolved = constraint.resolve(self._tokenizer)
+            vet(resolved)
+            compiled = resolved.compile(vocabulary)
         self._compiled.append((constraint, compiled))
         return compiled
 

@@ -1,0 +1,122 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from decodekit.constraints.json_schema import JsonSchema
+from decodekit.constraints.regex import Regex
+from decodekit.core import vetting
+from decodekit.core.errors import UnsupportedConstraint
+from decodekit.core.protocols import Constraint
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the worker needs Linux")
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker of the test's own."""
+    own = vetting._Worker()
+    monkeypatch.setattr(vetting, "_worker", own)
+    vetting._compiles.cache_clear()
+    yield own
+    own.stop()
+    vetting._compiles.cache_clear()
+
+
+class Endless(Constraint):
+    """Takes time or memory without end; long enough to be looked at."""
+
+    kind: str = "endless"
+    takes: str
+    text: str = "x" * 20_000
+
+    def compile(self, vocabulary):
+        held = []
+        while True:
+            if self.takes == "memory":
+                held.append(bytearray(2**24))
+
+
+def test_ordinary_constraints_start_no_worker(worker) -> None:
+    vetting.vet(Regex(pattern=r"(\d{3}-)+the end(ing)?[.!]|abc"))
+    vetting.vet(JsonSchema(schema={"type": "object", "properties": {"a": {"type": "string", "maxLength": 500}}}))
+    assert worker._process is None
+
+
+@linux
+@pytest.mark.parametrize("takes", ["time", "memory"])
+def test_what_takes_too_much_is_refused_and_the_next_gets_a_new_worker(worker, monkeypatch, takes) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(__file__).rpartition("/")[0]])
+    monkeypatch.setattr(Endless, "__module__", "test_vetting")
+    monkeypatch.setitem(sys.modules, "test_vetting", sys.modules[__name__])
+    with pytest.raises(UnsupportedConstraint, match="constraint 'endless' takes more than 2 s of CPU time or 512 MiB"):
+        vetting.vet(Endless(takes=takes))
+    assert worker._process is None
+    vetting.vet(Regex(pattern="a" * 20_000))
+    assert worker._process is not None
+
+
+@linux
+def test_the_worker_stays_and_a_verdict_is_kept(worker) -> None:
+    vetting.vet(Regex(pattern="a" * 20_000))
+    process = worker._process
+    vetting.vet(Regex(pattern="b" * 20_000))
+    assert worker._process is process
+    worker.stop()
+    vetting.vet(Regex(pattern="b" * 20_000))
+    assert worker._process is None
+
+
+def test_where_no_process_can_be_started_nothing_is_vetted(worker, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    vetting.vet(Regex(pattern="a" * 20_000))
+    assert worker._process is None
+    assert not worker._works
+
+
+BOMBS = {
+    "nested quantifiers": {"kind": "regex", "pattern": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"},
+    "a million repetitions": {"kind": "regex", "pattern": "(a|b){1000000}c"},
+    "a reference to nowhere": {"kind": "json_schema", "schema": {"$ref": "#/$defs/none", "$defs": {"a": {"$ref": "#"}}}},
+    "a reference to itself": {"kind": "json_schema", "schema": {"$ref": "#"}},
+    "50 MB": {"kind": "json_schema", "schema": {"enum": ["x" * 50_000_000]}},
+    "exponential look-ahead": {"kind": "regex", "pattern": "(.*a.{12}b)" + "".join(f"(?=.*{c}.{{14}}{c})" for c in "abcdefghij") + ".*"},
+    "many alternatives": {
+        "kind": "json_schema",
+        "schema": {"allOf": [{"anyOf": [{"required": [f"{a}{b}"]} for b in "abcdef"]} for a in "abcdefghijklmnop"]},
+    },
+}  # fmt: skip
+REFUSE = """
+import json, resource, sys
+import decodekit
+from decodekit.testing import tiny_tokenizer
+tokenizer = tiny_tokenizer()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name, bomb in json.loads(sys.stdin.read()).items():
+    try:
+        verdict = decodekit.accepts(bomb, "ab" * 30, tokenizer)
+    except (decodekit.InputError, decodekit.UnsupportedConstraint) as error:
+        verdict = type(error).__name__
+    print(json.dumps([name, verdict]))
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps([grown // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]))
+"""
+
+
+@linux
+def test_bombs_are_refused_within_little_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE],
+        input=json.dumps(BOMBS),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    *verdicts, (own, workers) = map(json.loads, done.stdout.splitlines())
+    assert [name for name, _ in verdicts] == [*BOMBS]
+    assert {verdict for _, verdict in verdicts} <= {"InputError", "UnsupportedConstraint", "RecipeError"}, verdicts
+    assert own <= 512
+    assert workers <= 512
