@@ -71,23 +71,26 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step ends; ends the call after so many, or once a row is over: decodekit drops it from the batch."""
+    """Notes when each forward of one new token a row begins, and ends the call after so many."""
 
-    def __init__(self, rows: int, eos: int) -> None:
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self._rows, self._eos = rows, eos
+    def __init__(self, rows: int) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self._rows = rows
+        self._begun: tuple[float, float] | None = None
+
+    def hook(self, module: Any, given: tuple[Tensor, ...]) -> None:
+        """Of the input embeddings: every forward calls them once."""
+        now = time.perf_counter(), time.process_time()
+        if self._begun is not None:
+            self.steps.append((now[0] - self._begun[0], now[1] - self._begun[1]))
+        self._begun = now if given[0].shape == (self._rows, 1) else None
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        over = len(self.seconds) == STEPS or len(input_ids) < self._rows or bool((input_ids[:, -1] == self._eos).any())
-        if not over:
-            self.seconds.append(time.perf_counter())
-            self.cpu_seconds.append(time.process_time())
-        return torch.full((len(input_ids),), over, device=input_ids.device)
+        return torch.full((len(input_ids),), len(self.steps) >= STEPS, device=input_ids.device)
 
 
 def _steps(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> dict[str, Any]:
-    """What a step of a batch costs, three ways in turn; the first, which waits for the prompt, is left out."""
+    """What a step of a batch costs, three ways in turn; forwards with forced tokens are left out."""
     ids, attention = left_pad([encode(tokenizer, prompt) for prompt in prompts], tokenizer.pad_token_id, model.device)
     no_end = {"eos_token_id": [-1]}
     free, constrained = load({}), load({"constraint": {"kind": "json_schema", "schema": SCHEMA}})
@@ -100,7 +103,8 @@ def _steps(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[
     for number in range(ROUNDS + 1):
         status(f"constraints at batch {len(prompts)}: round {number} of {ROUNDS}")
         for name, own in ways.items():
-            clock = _Clock(len(prompts), tokenizer.eos_token_id)
+            clock = _Clock(len(prompts))
+            handle = model.get_input_embeddings().register_forward_pre_hook(clock.hook)
             model.generate(
                 ids,
                 attention_mask=attention,
@@ -110,9 +114,10 @@ def _steps(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
             )
+            handle.remove()
             if number:  # the first round warms up
-                gaps[f"{name}_ms"] += _gaps(clock.seconds)
-                gaps[f"{name}_cpu_ms"] += _gaps(clock.cpu_seconds)
+                gaps[f"{name}_ms"] += [seconds for seconds, _ in clock.steps]
+                gaps[f"{name}_cpu_ms"] += [cpu for _, cpu in clock.steps]
     cost = {name: 1000 * statistics.median(own) for name, own in gaps.items()}
     return {
         **cost,
@@ -154,12 +159,13 @@ def _walk_ours(tokenizer: Any, ids: Tensor, scores: Tensor) -> list[float]:
         for row in rows:
             assert row is not None
             row.forced(1)
+            row.prefetch()
         constrain(scores, scores, rows)
         for row, token in zip(rows, tokens, strict=True):
             assert row is not None
             row.advance(token)
         times.append(time.perf_counter())
-    return _gaps(times)
+    return [after - before for before, after in pairwise(times)]
 
 
 def _walk_outlines(processor: Any, ids: Tensor, scores: Tensor) -> list[float]:
@@ -171,10 +177,6 @@ def _walk_outlines(processor: Any, ids: Tensor, scores: Tensor) -> list[float]:
         processor(ids[:, :place], own)
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def _gaps(times: Sequence[float]) -> list[float]:
-    return [after - before for before, after in pairwise(times)]
 
 
 def _forced(model: Any, tokenizer: Any, status: Callable[[str], None]) -> list[dict[str, Any]]:

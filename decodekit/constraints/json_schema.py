@@ -59,7 +59,8 @@ class JsonSchema(Constraint):
         description="compact: none; spaces: one may follow a comma or colon; indented: line breaks and indents too",
     )
     unsupported: Literal["error", "validate"] = Field(
-        "error", description="what cannot be enforced is refused by name, or checked on the finished text"
+        "error",
+        description="refuse what cannot be enforced by name, or check the finished text and report it, without another try",
     )
 
     @field_validator("schema_")

@@ -1,7 +1,6 @@
 """Constraints inside the loop: each row's place in its language, masks ready before they are needed.
 
-The mask of a row's next token is filled in a thread as soon as the last one is chosen, so that it is there when the forward
-ends. A row that may get only so many tokens is steered so that its text can still end in time.
+The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is steered so that its text can still end in time.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class RowConstraint:
         return words
 
     def advance(self, token: int) -> None:
-        """Take a token, and begin to fill the mask of the next.
+        """Take a token.
 
         Raises:
             RowError: it is not legal.
@@ -160,7 +159,10 @@ class RowConstraint:
                 self._marker = None
         else:
             self._state.advance(token)
-        if self._marker is None and self._left > 0:
+
+    def prefetch(self) -> None:
+        """Begin to fill the mask of the next token, in a thread beside the forward."""
+        if self._marker is None and self._left > 0 and self._ahead is None:
             self._ahead = _pool().submit(self._fill)
 
     def forced(self, limit: int) -> list[int]:
@@ -239,9 +241,10 @@ class RowConstraint:
         return spare >= 0
 
     def _settled(self) -> None:
-        """Nobody else may be at the state."""
+        """Nobody else may be at the state, and what was filled for it no longer holds."""
         if self._ahead is not None:
             self._ahead.result()
+            self._ahead = None
 
 
 class Forcing(Drafter):

@@ -173,6 +173,9 @@ class Loop:
         else:
             given.drafts = self.speculation.propose(sequences)
             fan = given.fan = self.speculation.fan_out(sequences, given.drafts)
+        for sequence in sequences:
+            if sequence.constraint is not None:
+                sequence.constraint.prefetch()
         started = time.perf_counter()
         outputs = _merged(session.step(fan.rows, fan.tokens, fan.last) for session in self.sessions)
         given.seconds = time.perf_counter() - started

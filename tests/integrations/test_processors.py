@@ -7,6 +7,7 @@ from transformers import LogitsProcessor
 
 import decodekit
 from decodekit import InputError, Refused, RowError, Rule
+from decodekit.constraints.json_schema import JsonSchema
 from decodekit.constraints.regex import Regex
 from decodekit.core import registry
 from decodekit.core.random import Stream, prompt_digest
@@ -155,3 +156,15 @@ def test_says_so_when_other_processors_ban_all_legal_tokens(dense, tokenizer):
 def test_each_call_starts_anew(dense):
     constraint, tokenizer = Regex(pattern="[a-c]{3}"), tiny_tokenizer()
     assert constrained(dense, tokenizer, constraint) == constrained(dense, tokenizer, constraint)
+
+
+def test_beams_under_a_schema(model, tokenizer):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    constraint = JsonSchema(schema=schema, whitespace="compact")
+    texts = constrained(model, tokenizer, constraint, num_beams=3, num_return_sequences=2)
+    assert {*texts} == {'{"a":true}', '{"a":false}'}

@@ -1,5 +1,7 @@
+import json
 import re
 
+import jsonschema
 import pytest
 import torch
 
@@ -152,3 +154,40 @@ def test_a_second_call_begins_afresh(dense, tokenizer) -> None:
     first = own.run(dense, tokenizer, PROMPTS, max_new_tokens=24)
     again = own.run(dense, tokenizer, PROMPTS, max_new_tokens=24)
     assert [output.token_ids for output in first] == [output.token_ids for output in again]
+
+
+def test_it_begins_after_a_special_token(dense, tokenizer) -> None:
+    special = tokenizer.eos_token
+    marker = Marker(special, tokenizer)
+    ids = [*tokenizer("ab", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert [marker.seen(token) for token in ids] == [False] * (len(ids) - 1) + [True]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"drafter": {"kind": "ngram", "schedule": "constant"}},
+        {"generation": {"do_sample": True, "seed": 3, "num_return_sequences": 3}},
+        {
+            "strategy": {"kind": "self_consistency", "n": 3, "extract": {"kind": "json_path", "path": "b"}},
+            "generation": {"do_sample": True, "seed": 3},
+        },
+        {"strategy": {"kind": "beam", "num_beams": 3}},
+        {"strategy": {"kind": "dola", "layers": "high"}},
+        {"strategy": {"kind": "cad", "context": "b is x"}},
+    ],
+    ids=lambda recipe: str(recipe.get("strategy", recipe)),
+)
+def test_a_schema_holds_whatever_decodes(model, tokenizer, recipe) -> None:
+    own = decodekit.load({"constraint": {"kind": "json_schema", "schema": SCHEMA, "whitespace": "compact"}, **recipe})
+    for output in own.run(model, tokenizer, ["Who won?", "a"], max_new_tokens=60):
+        jsonschema.validate(json.loads(output.text), SCHEMA)
+        assert output.stats["constraint"] == {"kind": "json_schema", "exact": True, "complete": True}
