@@ -147,7 +147,7 @@ def serve() -> None:
             state.mask(torch.zeros(1, mask_words(vocabulary.width), dtype=torch.int32), 0)
         except MemoryError:
             return
-        except Exception:  # noqa: BLE001 - whoever compiles it for good says what is wrong
+        except Exception:  # whoever compiles it for good says what is wrong
             pass
         told.write(b".")
 

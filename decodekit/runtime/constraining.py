@@ -1,6 +1,7 @@
 """Constraints inside the loop: each row's place in its language, masks ready before they are needed.
 
-The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is steered so that its text can still end in time.
+The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is steered
+so that its text can still end in time.
 """
 
 from __future__ import annotations
