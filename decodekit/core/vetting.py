@@ -140,6 +140,8 @@ def serve() -> None:
     told.write(b".")
     vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), None), False, (256,), _Bytes())
     while length := int.from_bytes(given.read(8), "little"):
+        for limited in (resource.RLIMIT_CPU, resource.RLIMIT_DATA):
+            resource.setrlimit(limited, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         try:
             constraint: Constraint = pickle.loads(given.read(length))
             _limit()
@@ -147,7 +149,7 @@ def serve() -> None:
             state.mask(torch.zeros(1, mask_words(vocabulary.width), dtype=torch.int32), 0)
         except MemoryError:
             return
-        except Exception:
+        except Exception:  # whoever compiles it for good says what is wrong
             pass
         told.write(b".")
 
