@@ -36,19 +36,23 @@ def main() -> None:
     model, tokenizer = load_model(options.model)
     decoders = {"plain": decodekit.load({}), "cad": decodekit.strategy("cad", alpha=options.alpha)}
     right: dict[str, list[bool]] = {name: [] for name in decoders}
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         # The instruction ends at the first colon: Write a quote that ends in the word "early": Better late than
         instruction, colon, _ = row["prompt"].partition(": ")
         prompt = {"prompt": row["prompt"], "context": instruction + colon.rstrip()}
         for name, decoder in decoders.items():
-            scores = [sum(decoder.score(model, tokenizer, prompt, ending, raw=True)) for ending in row["classes"]]
+            scores = [sum(own) for own in decoder.score(model, tokenizer, prompt, row["classes"], raw=True)]
             right[name].append(scores.index(max(scores)) == row["answer"])
+        if number % 20 == 0 or number == len(rows):
+            report(right)
 
-    for name, answers in right.items():
-        print(f"{name}: {statistics.mean(answers):.4f} of {len(answers)} questions")
+
+def report(right: dict[str, list[bool]]) -> None:
+    """The figures so far, on a line."""
     gains = [cad - plain for cad, plain in zip(right["cad"], right["plain"], strict=True)]
     half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
-    print(f"gain: {statistics.mean(gains):+.4f} +- {half:.4f}")
+    accuracies = ", ".join(f"{name} {statistics.mean(answers):.4f}" for name, answers in right.items())
+    print(f"{len(gains)} questions: {accuracies}, gain {statistics.mean(gains):+.4f} +- {half:.4f}", flush=True)
 
 
 if __name__ == "__main__":

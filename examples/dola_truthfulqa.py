@@ -43,17 +43,12 @@ def main() -> None:
         decoder = decodekit.load(recipe)
         figures: dict[str, list[tuple[float, float, float]]] = {"sum": [], "mean": []}
         for row in rows:
-            scores = {
-                side: [
-                    decoder.score(model, tokenizer, f"Q: {row['question']}\nA:", f" {answer}", raw=True)
-                    for answer in row[side]
-                ]
-                for side in ("true", "false")
-            }
-            best = row["true"].index(row["best"])
+            answers = [f" {answer}" for answer in (*row["true"], *row["false"])]
+            scores = decoder.score(model, tokenizer, f"Q: {row['question']}\nA:", answers, raw=True)
+            count, best = len(row["true"]), row["true"].index(row["best"])
             for how, reduce in (("sum", sum), ("mean", mean)):
-                true, false = ([reduce(own) for own in scores[side]] for side in ("true", "false"))
-                figures[how].append(multiple_choice(true, false, best))
+                values = [reduce(own) for own in scores]
+                figures[how].append(multiple_choice(values[:count], values[count:], best))
         for how, found in figures.items():
             mc1, mc2, mc3 = (mean(column) for column in zip(*found, strict=True))
             print(f"{name}, {how} of log-probabilities: MC1 {mc1:.3f} MC2 {mc2:.3f} MC3 {mc3:.3f} (n={len(found)})")

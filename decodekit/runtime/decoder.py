@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -145,26 +145,43 @@ class Decoder:
         if rest := output.text[texts.given_out :]:
             yield rest
 
-    @torch.no_grad()
+    @overload
     def score(
         self, model: Any, tokenizer: Any, prompt: Prompt, continuation: str, **generation_options: Any
-    ) -> list[float]:
+    ) -> list[float]: ...
+
+    @overload
+    def score(
+        self, model: Any, tokenizer: Any, prompt: Prompt, continuation: Sequence[str], **generation_options: Any
+    ) -> list[list[float]]: ...
+
+    @torch.no_grad()
+    def score(
+        self, model: Any, tokenizer: Any, prompt: Prompt, continuation: str | Sequence[str], **generation_options: Any
+    ) -> list[float] | list[list[float]]:
         """Log-probabilities (nats) of each token of ``continuation`` after ``prompt``, under this decoder's distribution.
 
-        One forward scores all positions. Options as in ``run``; ``do_sample`` decides whether sampling rules count.
+        One forward scores all positions; those of several continuations (the answers of a multiple choice) side by side.
+        Options as in ``run``; ``do_sample`` decides whether sampling rules count.
+
+        Returns:
+            a number a token; a list of them a continuation where several were given.
 
         Raises:
-            InputError: the prompt or the continuation is empty, or too long for the model.
+            InputError: the prompt or a continuation is empty, or too long for the model.
             RowError: the model or the rules leave no distribution at some position.
         """
         text, inputs = split_inputs(prompt)
-        ids = tokenizer(continuation, add_special_tokens=False).input_ids
-        if not ids:
-            raise InputError(f"the continuation {continuation!r} has no token; give at least one")
+        texts = [continuation] if isinstance(continuation, str) else [*continuation]
+        tokens = [tokenizer(own, add_special_tokens=False).input_ids for own in texts]
+        if not all(tokens) or not tokens:
+            empty = texts[tokens.index([])] if tokens else texts
+            raise InputError(f"the continuation {empty!r} has no token; give at least one")
         # What happens at the end of the output (a forced EOS) happens where the decoder's own limit is.
         length = generation_options.get("max_new_tokens", self.recipe.generation.max_new_tokens) or 0
-        options = {**generation_options, "max_new_tokens": max(length, len(ids))}
-        return self._texts(model, tokenizer, [{"prompt": text, **inputs}], options).score(ids)
+        options = {**generation_options, "max_new_tokens": max(length, *map(len, tokens))}
+        scores = self._texts(model, tokenizer, [{"prompt": text, **inputs}] * len(tokens), options).score(tokens)
+        return scores[0] if isinstance(continuation, str) else scores
 
     def _texts(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> TextCall:
         return TextCall(

@@ -53,8 +53,10 @@ class Scoring:
         return scores
 
     @torch.no_grad()
-    def given(self, ids: Sequence[int], sequence: SequenceState, pipeline: Pipeline) -> list[float]:
-        """The log-probability (nats) of each of these tokens after the one row's prompt, from one forward.
+    def given(
+        self, tokens: Sequence[Sequence[int]], sequences: Sequence[SequenceState], pipeline: Pipeline
+    ) -> list[list[float]]:
+        """The log-probability (nats) of each of these tokens after its row's prompt, [R] of any numbers, from one forward.
 
         Raises:
             RowError: no distribution is left at some position.
@@ -63,8 +65,14 @@ class Scoring:
         for session in self._sessions:
             if not isinstance(session, DynamicSession):
                 raise TypeError("scoring reads a transformers cache, which keeps all positions")
-            branches |= session.read(ids)
-        scores = self(Outputs(branches))
+            branches |= session.read(tokens)
+        parts = self(Outputs(branches)).split([len(ids) for ids in tokens])
+        return [
+            self._row(ids, sequence, scores, pipeline)
+            for ids, sequence, scores in zip(tokens, sequences, parts, strict=True)
+        ]
+
+    def _row(self, ids: Sequence[int], sequence: SequenceState, scores: Tensor, pipeline: Pipeline) -> list[float]:
         device, prompt = scores.device, sequence.request.prompt_ids
         known = torch.tensor(list(ids), device=device)
         rows = Rows(

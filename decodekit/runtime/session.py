@@ -148,11 +148,21 @@ class DynamicSession(Session):
             self.forwarded[row] += self._lengths[row]
         return {name: self._rows(outputs, rows) for name, outputs in self._prefill(last=1).items()}
 
-    def read(self, tokens: Ids) -> dict[str, BranchOutputs]:
-        """For each branch of the one row, the outputs from which each of these tokens would follow its prompt, [N, ...]."""
+    def read(self, tokens: Sequence[Ids]) -> dict[str, BranchOutputs]:
+        """For each branch the outputs from which each of these tokens, [R] of any numbers, would follow its row's prompt.
+
+        Those of the first row come first: [N, ...] of all tokens.
+        """
+        width = max(map(len, tokens))
+        # Pads on the right are behind all that is read.
+        fed = [[*ids[:-1], *[self._pad] * (width - len(ids))] for ids in tokens]
         for stepper in self._steppers.values():
-            stepper.extend(torch.tensor([list(tokens[:-1])], dtype=torch.long, device=stepper.input_ids.device))
-        return self._prefill(last=len(tokens))
+            stepper.extend(torch.tensor(fed, dtype=torch.long, device=stepper.input_ids.device))
+        outputs = self._prefill(last=width)
+        wanted = [row * width + place for row, ids in enumerate(tokens) for place in range(len(ids))]
+        if len(wanted) == width * len(tokens):
+            return outputs
+        return {name: own.select(torch.tensor(wanted, device=own.logits.device)) for name, own in outputs.items()}
 
     def _prefill(self, last: int) -> dict[str, BranchOutputs]:
         kept = {}

@@ -280,6 +280,9 @@ class SequenceTask(Task):
         if isinstance(action, Start):
             return self._start(action)
         if isinstance(action, Cancel):
+            known = len(self.candidates)
+            if wrong := [number for number in action.ids if not 0 <= number < known]:
+                raise PluginError(f"{self._strategy.kind!r} cancels candidate {wrong[0]}; it has started {known}")
             return self._cancel(action.ids)
         if not isinstance(action, Wait):
             raise PluginError(f"{self._strategy.kind!r} yielded {action!r}; expected Start, Cancel or Wait")

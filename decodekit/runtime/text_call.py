@@ -170,32 +170,34 @@ class TextCall:
             error=None if sequence.error is None else f"prompt {sequence.request.prompt}: {sequence.error}",
         )
 
-    def score(self, ids: Sequence[int]) -> list[float]:
-        """The log-probabilities of these tokens after the one prompt."""
+    def score(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probabilities of these tokens, [R] of any numbers, each after its prompt."""
         if self._errors:
-            raise InputError(self._errors[0])
-        cache, length = self._recipe.cache, len(self._prompts[0]) + len(ids)
+            raise InputError(next(iter(self._errors.values())))
+        cache, length = self._recipe.cache, len(self._prompts[0]) + max(map(len, tokens))
         if isinstance(cache, PagedSpec) and cache.window is not None and length > cache.sinks + cache.window:
             raise Refused(
                 f"{length} tokens cannot be scored with cache.window {cache.window}: all are forwarded at once, and no mask "
                 f"tells what each sees; up to {cache.sinks + cache.window} can, or leave window out"
             )
-        # One row, whose tokens are all known, in one forward.
+        # Rows whose tokens are all known, in one forward.
         options = {"num_return_sequences": 1, "prefill_chunk_size": None}
         generation = self._recipe.generation.model_copy(update=options)
         recipe = self._recipe.model_copy(update={"generation": generation})
         call = assemble(
             self._model, self._prepare(self._prompts), recipe, dataclasses.replace(self._given, scoring=True)
         )
-        sequence = call.tasks[0].root
-        if sequence.error is not None:
-            raise InputError(sequence.error)
-        length, context = len(sequence.request.prompt_ids), sequence.limits.context
-        if context is not None and length + len(ids) > context:
-            raise InputError(
-                f"the prompt has {length} tokens and the continuation {len(ids)}; the model's context holds {context} in all"
-            )
-        return call.loop.scorer.given(ids, sequence, call.loop.pipeline)
+        sequences = [task.root for task in call.tasks]
+        for sequence, ids in zip(sequences, tokens, strict=True):
+            if sequence.error is not None:
+                raise InputError(sequence.error)
+            length, context = len(sequence.request.prompt_ids), sequence.limits.context
+            if context is not None and length + len(ids) > context:
+                raise InputError(
+                    f"the prompt has {length} tokens and the continuation {len(ids)}; "
+                    f"the model's context holds {context} in all"
+                )
+        return call.loop.scorer.given(tokens, sequences, call.loop.pipeline)
 
 
 def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
