@@ -21,6 +21,12 @@ class Continuation(NamedTuple):
     token: int
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """[R, V] of the next token of each hypothesis; one that failed has no legal token, and no continuation."""
+    dead = (logits == -torch.inf).all(-1, keepdim=True)
+    return logits.log_softmax(-1).masked_fill(dead, -torch.inf)
+
+
 def most_likely(scores: Tensor, count: int) -> list[Continuation]:
     """The ``count`` best of [R, V] accumulated log-probabilities, the best first; none that is impossible."""
     values, places = scores.flatten().topk(min(count, scores.numel()))
@@ -38,6 +44,8 @@ def drawn(scores: Tensor, count: int, draw: Callable[[int], float]) -> list[Cont
     flat = scores.flatten()
     left = flat.double().softmax(-1)
     count = min(count, int((left > 0).sum()))
+    if not count:
+        return []
     places = []
     for number in range(count):
         place = inverse_cdf(left.unsqueeze(0), torch.tensor([draw(number)], device=left.device))

@@ -1,6 +1,6 @@
 """Recipes: from YAML, JSON and mappings to plugins and options."""
 
-from decodekit.recipe.combinations import Clash, check_combinations, innermost
+from decodekit.recipe.combinations import Clash, check_combinations, innermost, takes_beams
 from decodekit.recipe.generation import Generation
 from decodekit.recipe.json_schema import recipe_schema
 from decodekit.recipe.load import load_recipe, recipe_faults
@@ -17,4 +17,5 @@ __all__ = [
     "load_recipe",
     "recipe_faults",
     "recipe_schema",
+    "takes_beams",
 ]

@@ -23,6 +23,11 @@ def innermost(strategy: Plugin) -> Plugin:
     return strategy
 
 
+def takes_beams(strategy: Plugin) -> bool:
+    """Whether ``num_beams`` of ``generate`` means anything to it."""
+    return isinstance(strategy, SearchStrategy) and "num_beams" in type(strategy).model_fields
+
+
 def check_combinations(recipe: Recipe) -> list[Clash]:
     """Every impossible combination of a recipe; empty when it can be honoured."""
     return [clash for check in _CHECKS for clash in check(recipe)]
@@ -30,7 +35,7 @@ def check_combinations(recipe: Recipe) -> list[Clash]:
 
 def _beams(recipe: Recipe) -> Iterator[Clash]:
     strategy, beams = recipe.strategy, recipe.generation.num_beams or 1
-    if beams > 1 and not (isinstance(strategy, SearchStrategy) and "num_beams" in type(strategy).model_fields):
+    if beams > 1 and not takes_beams(strategy):
         kept = f"{beams} beams, but strategy {strategy.kind!r} keeps one hypothesis a row"
         yield Clash(("generation", "num_beams"), f"{kept}; leave it out or use a beam strategy")
 

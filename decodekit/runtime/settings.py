@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from decodekit.core import compat, registry
 from decodekit.core.errors import Refused
-from decodekit.core.protocols import Rule, SearchStrategy
-from decodekit.recipe import Generation, Recipe
+from decodekit.core.protocols import Rule
+from decodekit.recipe import Generation, Recipe, takes_beams
 
 # An option that the call names takes the place of the recipe's rule of this kind ...
 _RULE_OF: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
@@ -179,7 +179,7 @@ def _refuse(winning: GenerationConfig, recipe: Recipe) -> None:
         if option != "cache_implementation" and getattr(winning, option, None):
             raise Refused(f"{option}={getattr(winning, option)!r} was given to generate; with decodekit say {instead}")
     beams = winning.num_beams or 1
-    if beams > 1 and not isinstance(recipe.strategy, SearchStrategy):
+    if beams > 1 and not takes_beams(recipe.strategy):
         raise Refused(
             f"num_beams={beams} was given, but strategy {recipe.strategy.kind!r} keeps one hypothesis a row; "
             "leave num_beams out or use a beam strategy"

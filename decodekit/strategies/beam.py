@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from decodekit.core.beams import Continuation, EarlyStopping, can_improve, drawn, most_likely
+from decodekit.core.beams import Continuation, EarlyStopping, can_improve, drawn, log_probabilities, most_likely
 from decodekit.core.protocols import SearchStrategy
 from decodekit.core.search import Advance, Ended, Group
 
@@ -59,7 +59,7 @@ class Beam(SearchStrategy):
     def step(self, group: Group) -> Advance:
         """The best continuations of each group of beams."""
         state: _State = group.state or _State([0.0], [0] * 1, [[] for _ in range(self.num_beam_groups)])
-        log_probs = group.logits.log_softmax(-1)
+        log_probs = log_probabilities(group.logits)
         totals = log_probs + torch.tensor(state.scores, dtype=log_probs.dtype, device=log_probs.device).unsqueeze(-1)
         used = log_probs.new_zeros(log_probs.shape[-1])
         length = len(group.hypotheses[0].tokens) + 1

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from decodekit.core.beams import Continuation, EarlyStopping, can_improve, most_likely
+from decodekit.core.beams import Continuation, EarlyStopping, can_improve, log_probabilities, most_likely
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.protocols import SearchStrategy
 from decodekit.core.search import Advance, Ended, Group
@@ -79,7 +79,7 @@ class ConstrainedBeam(SearchStrategy):
                 f"constrained_beam: {self.phrases[0]!r} is not tokenized yet; use strategy.resolve(tokenizer)"
             )
         state: _State = group.state or self._start(group)
-        log_probs = group.logits.log_softmax(-1)
+        log_probs = log_probabilities(group.logits)
         unmet = [row for row, progress in enumerate(state.progress) if progress.missing]
         if unmet and group.eos:
             # Only what has met all may end.

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from decodekit.core.errors import RowError
 from decodekit.core.protocols import SearchStrategy
 from decodekit.core.search import Advance, Ended, Group
 from decodekit.core.types import FinishReason, Need
@@ -59,6 +60,8 @@ class ContrastiveSearch(SearchStrategy):
             context = torch.cat([ahead.context, hidden[winner : winner + 1]])
             if (reason := ahead.endings[winner]) is not None:
                 return Advance(ended=[Ended(winner, None, sum(group.hypotheses[winner].logprobs), reason)])
+        if group.logits[winner].max() == -torch.inf:
+            raise RowError("the scores or the rules leave no token to follow the chosen candidate")
         probabilities, tokens = group.logits[winner].softmax(-1).topk(min(self.top_k, group.logits.shape[-1]))
         if self.mode == "strict":
             legal = int((probabilities > 0).sum())

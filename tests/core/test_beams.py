@@ -3,7 +3,7 @@ import random
 import torch
 from scipy.stats import chisquare
 
-from decodekit.core.beams import can_improve, drawn, most_likely
+from decodekit.core.beams import can_improve, drawn, log_probabilities, most_likely
 
 
 def test_the_best_continuations_come_first_and_none_is_impossible() -> None:
@@ -49,3 +49,12 @@ def test_when_nothing_better_can_come() -> None:
     assert can_improve(-4.0, [-1.0, -2.0], 2, early_stopping=False, **common)  # -1 now against -2
     assert not can_improve(-12.0, [-1.0, -2.0], 2, early_stopping=False, **common)  # -3 now
     assert can_improve(-12.0, [-1.0, -2.0], 2, early_stopping="never", **common)  # -1.5 at the end
+
+
+def test_a_hypothesis_without_a_legal_token_has_no_continuation() -> None:
+    logits = torch.tensor([[-torch.inf] * 3, [0.0, 1.0, -torch.inf]])
+    scores = log_probabilities(logits)
+    torch.testing.assert_close(scores[1], logits[1].log_softmax(-1))
+    assert {own.parent for own in most_likely(scores, 6)} == {1}
+    assert {own.parent for own in drawn(scores, 6, lambda lane: 0.5)} == {1}
+    assert most_likely(scores[:1], 6) == drawn(scores[:1], 6, lambda lane: 0.5) == []

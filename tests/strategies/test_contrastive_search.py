@@ -95,3 +95,17 @@ def test_it_does_not_sample() -> None:
         tiny_model("dense").generate(
             torch.tensor([[5]]), custom_generate=decodekit.strategy("contrastive_search"), do_sample=True
         )
+
+
+@pytest.mark.parametrize("mode", ["strict", "compat"])
+def test_where_nothing_may_follow_the_chosen_candidate_the_prompt_fails_alone(dense, tokenizer, mode) -> None:
+    strategy = {"kind": "contrastive_search", "mode": mode, "penalty_alpha": 0.0}
+    prompts = ["Who won?", "a"]
+    plain = decodekit.load({"strategy": strategy}).run(dense, tokenizer, prompts, max_new_tokens=6, suppress_tokens=[1])
+    # Every token is a bad word behind the first two of the first output.
+    start = plain[0].token_ids[:2]
+    bans = {"kind": "bad_words", "ids": [[*start, token] for token in range(97)]}
+    decoder = decodekit.load({"strategy": strategy, "rules": [bans]})
+    failed, other = decoder.run(dense, tokenizer, prompts, max_new_tokens=6, suppress_tokens=[1])
+    assert failed.error == "prompt 0: the scores or the rules leave no token to follow the chosen candidate"
+    assert other.token_ids == plain[1].token_ids
