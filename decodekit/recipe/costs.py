@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from decodekit.core.protocols import SearchStrategy, SequenceStrategy, TokenStrategy
@@ -62,11 +64,27 @@ class _AnyInput(dict[str, Any]):
         return super().get(key, "A text")
 
 
-def _example() -> Request:
-    """A prompt that brings every input."""
+class _Letters:
+    """A tokenizer whose tokens are characters."""
 
-    def encode(text: str) -> list[int]:
+    def __call__(self, text: str, **options: Any) -> Any:
+        return SimpleNamespace(input_ids=self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
-    text = "A question"
-    return Request(0, tuple(encode(text)), Stream(0, 0, 0), inputs=_AnyInput(text=text), encode=encode)
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def _example() -> Request:
+    """A prompt that brings every input."""
+    text, letters = "A question", _Letters()
+    return Request(
+        0,
+        tuple(letters.encode(text)),
+        Stream(0, 0, 0),
+        inputs=_AnyInput(text=text),
+        encode=letters.encode,
+        tokenizer=letters,
+    )

@@ -59,6 +59,26 @@ def test_multiplies_what_is_nested(recipe: Recipe, tokens: int, text: str) -> No
     assert str(cost_of(recipe)) == text
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "branches"),
+    [
+        ("dola", {}, 1),
+        ("cad", {}, 2),
+        ("cfg", {}, 2),
+        ("contrastive_decoding", {"amateur": "small"}, 2),
+        ("contrastive_decoding", {"amateur": {"layers": 2}}, 1),
+        ("dexperts", {"expert": "one", "antiexpert": "other"}, 3),
+        ("instructive", {}, 2),
+        ("sled", {}, 1),
+    ],
+)
+def test_knows_the_branches_of_every_strategy_that_ships(kind: str, options: dict[str, Any], branches: int) -> None:
+    strategy = registry.create("strategies", {"kind": kind, **options})
+    assert cost_of(Recipe(strategy=strategy)).forwarded_tokens == branches
+    assert cost_of(nested(5, strategy)).forwarded_tokens == 5 * branches
+    assert not cost_of(nested(5, strategy)).unknown
+
+
 def test_says_where_the_branches_depend_on_the_prompt() -> None:
     text = "up to 4 forwarded tokens a token of output: 4 candidates x the branches of 'doubled'"
     assert str(cost_of(nested(4, Picky()))) == text
