@@ -1,6 +1,6 @@
 """Does context-aware decoding make a model do as it is told, against a proverb that it knows by heart?
 
-MemoTrap (Liu and Liu, 2023, https://github.com/inverse-scaling/prize) asks for a well-known quote with another last word and
+MemoTrap (Liu and Liu, 2023, https://github.com/liujch1998/memo-trap) asks for a well-known quote with another last word and
 compares the probabilities of two endings: the one that was asked for, and the one that was memorized. The instruction is the
 context. Accuracy of plain decoding and of CAD, and their difference with a 95 % interval over the questions.
 

@@ -17,6 +17,7 @@ ROUNDS = 5
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "cad": {"kind": "cad"},
     "cfg": {"kind": "cfg"},
+    "contrastive_search": {"kind": "contrastive_search", "top_k": 4},
 }
 """A label, and the strategy of a recipe; every one is given the first half of the prompt as its context."""
 
@@ -32,7 +33,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     """A row a strategy and prompt length, at batch 1: medians over rounds in which plain decoding and the strategy take turns.
 
     ``ratio`` is that of the median milliseconds between two tokens, ``whole_ratio`` that of the call with its prefill. Where
-    one branch costs 1, two forwards a token cost 2.
+    one branch costs 1, two forwards a token cost 2, and four candidates forwarded one by one cost 4.
     """
     plain = load({})
     rows = []

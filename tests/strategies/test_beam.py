@@ -160,3 +160,12 @@ def test_what_cannot_be_is_refused() -> None:
         decodekit.load({"strategy": "beam", "generation": {"num_return_sequences": 5}})
     with pytest.raises(Refused, match="use_cache is off"):
         model.generate(ids, custom_generate=decodekit.strategy("beam"), use_cache=False, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("family", ["dense", "sliding", "hybrid"])
+def test_one_beam_is_greedy_decoding_also_where_rows_end_early(family) -> None:
+    model, inputs = tiny_model(family, dtype=torch.float64), left_pad(TINY["tied10"]["prompts"])
+    options = {"max_new_tokens": 12, "eos_token_id": list(range(20)), "pad_token_id": 0}
+    greedy = model.generate(**inputs, custom_generate=decodekit.load({}), **options)
+    single = decodekit.strategy("beam", num_beams=1)
+    assert torch.equal(model.generate(**inputs, custom_generate=single, **options), greedy)
