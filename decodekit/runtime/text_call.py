@@ -191,6 +191,8 @@ class TextCall:
         for sequence, ids in zip(sequences, tokens, strict=True):
             if sequence.error is not None:
                 raise InputError(sequence.error)
+            # Copies of a prompt are no samples here: rules that draw draw the same for each.
+            sequence.request = dataclasses.replace(sequence.request, stream=sequences[0].request.stream)
             length, context = len(sequence.request.prompt_ids), sequence.limits.context
             if context is not None and length + len(ids) > context:
                 raise InputError(
