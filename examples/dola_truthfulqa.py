@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import torch
 
 import decodekit
 from decodekit.integrations.models import load_model
+
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "mean": mean}
 
 
 def main() -> None:
@@ -39,19 +42,28 @@ def main() -> None:
     model, tokenizer = load_model(options.model)
     # relative_top 0: an answer may hold tokens that the final layer finds unlikely, and must still have a score.
     dola = {"kind": "dola", "layers": options.layers, "relative_top": 0}
-    for name, recipe in {"plain": {}, "dola": {"strategy": dola}}.items():
-        decoder = decodekit.load(recipe)
-        figures: dict[str, list[tuple[float, float, float]]] = {"sum": [], "mean": []}
-        for row in rows:
-            answers = [f" {answer}" for answer in (*row["true"], *row["false"])]
+    decoders = {"plain": decodekit.load({}), "dola": decodekit.load({"strategy": dola})}
+    figures: dict[tuple[str, str], list[tuple[float, float, float]]] = {
+        (name, how): [] for name in decoders for how in REDUCTIONS
+    }
+    for number, row in enumerate(rows, 1):
+        answers = [f" {answer}" for answer in (*row["true"], *row["false"])]
+        count, best = len(row["true"]), row["true"].index(row["best"])
+        for name, decoder in decoders.items():
             scores = decoder.score(model, tokenizer, f"Q: {row['question']}\nA:", answers, raw=True)
-            count, best = len(row["true"]), row["true"].index(row["best"])
-            for how, reduce in (("sum", sum), ("mean", mean)):
-                values = [reduce(own) for own in scores]
-                figures[how].append(multiple_choice(values[:count], values[count:], best))
-        for how, found in figures.items():
-            mc1, mc2, mc3 = (mean(column) for column in zip(*found, strict=True))
-            print(f"{name}, {how} of log-probabilities: MC1 {mc1:.3f} MC2 {mc2:.3f} MC3 {mc3:.3f} (n={len(found)})")
+            for how, reduction in REDUCTIONS.items():
+                values = [reduction(own) for own in scores]
+                figures[name, how].append(multiple_choice(values[:count], values[count:], best))
+        if number % 10 == 0 or number == len(rows):
+            print(f"{number} questions")
+            for (name, how), found in figures.items():
+                shown = [f"MC{kind} {interval(column)}" for kind, column in enumerate(zip(*found, strict=True), 1)]
+                print(f"  {name}, {how} of log-probabilities: {' '.join(shown)}", flush=True)
+
+
+def interval(values: Sequence[float]) -> str:
+    """The mean with its 95 % interval."""
+    return f"{mean(values):.3f} +- {1.96 * stdev(values) / math.sqrt(len(values)):.3f}"
 
 
 def multiple_choice(true: Sequence[float], false: Sequence[float], best: int) -> tuple[float, float, float]:

@@ -186,6 +186,8 @@ class TextCall:
         for sequence, ids in zip(sequences, tokens, strict=True):
             if sequence.error is not None:
                 raise InputError(sequence.error)
+            # Copies of a prompt are no samples here: rules that draw draw the same for each.
+            sequence.request = dataclasses.replace(sequence.request, stream=sequences[0].request.stream)
             self._check_length(len(sequence.request.prompt_ids), len(ids), sequence.limits.context)
         return call.loop.scorer.given(tokens, sequences, call.loop.pipeline)
 

@@ -129,22 +129,25 @@ def test_score_gives_the_log_probabilities_that_run_reports(model, tokenizer, re
         {},
         {"strategy": {"kind": "dola", "relative_top": 0.0}},
         {"strategy": "cad", "rules": [{"kind": "repetition_penalty", "penalty": 1.3}]},
-        {"rules": [{"kind": "mirostat", "tau": 30.0}]},
+        {"rules": [{"kind": "mirostat", "tau": 30.0}], "generation": {"do_sample": True}},
+        {
+            "rules": [{"kind": "xtc", "threshold": 0.001, "protected": []}],
+            "generation": {"do_sample": True, "seed": 1},
+        },
     ],
     ids=str,
 )
 def test_several_continuations_have_the_scores_of_each_alone(model, tokenizer, recipe) -> None:
     decoder, prompt = decodekit.load(recipe), {"prompt": "Who won?", "context": "Ann did."}
-    options = {"do_sample": "mirostat" in str(recipe)}
     texts = ["the end.", "t", "It is so, they said: 1 + 2 = 3", "the end."]
-    together = decoder.score(model, tokenizer, prompt, texts, **options)
+    together = decoder.score(model, tokenizer, prompt, texts)
     assert [len(scores) for scores in together] == [len(tokenizer(text).input_ids) for text in texts]
     # The hybrid's recurrence is computed in float32, in chunks of other places.
     rounding = 1e-4 if "Qwen" in type(model).__name__ else 1e-9
     for text, scores in zip(texts, together, strict=True):
-        alone = decoder.score(model, tokenizer, prompt, text, **options)
+        alone = decoder.score(model, tokenizer, prompt, text)
         assert scores == pytest.approx(alone, abs=rounding)
-    [single] = decoder.score(model, tokenizer, prompt, texts[2:3], **options)
+    [single] = decoder.score(model, tokenizer, prompt, texts[2:3])
     assert single == pytest.approx(together[2], abs=rounding)
     with pytest.raises(InputError, match="the continuation '' has no token"):
         decoder.score(model, tokenizer, prompt, ["a", ""])

@@ -68,8 +68,5 @@ def rank(
         [N].
     """
     decoder = decoder or load({})
-    return [
-        sum(decoder.score(model, tokenizer, prompt, candidate, **options))
-        - sum(decoder.score(model, tokenizer, premise, candidate, **options))
-        for candidate in candidates
-    ]
+    given, domain = (decoder.score(model, tokenizer, start, candidates, **options) for start in (prompt, premise))
+    return [sum(own) - sum(prior) for own, prior in zip(given, domain, strict=True)]
