@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from decodekit.cache.ledger import ledger
     from decodekit.cache.paged import PagedCache
     from decodekit.core.accepts import accepts
+    from decodekit.core.candidates import Cancel, Candidate, Decision, Failed, Finished, Progress, Start, Wait
+    from decodekit.core.constraint import CompiledConstraint, ConstraintState
+    from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState, Verified
     from decodekit.core.errors import (
         DecodekitError,
         InputError,
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
         TokenStrategy,
         Utility,
     )
+    from decodekit.core.search import Advance, Ended, Group, Hypothesis
     from decodekit.core.types import Branch, Need, Output, Outputs, Request, Rows
+    from decodekit.core.vocabulary import Vocabulary
     from decodekit.integrations.processors import as_logits_processor
     from decodekit.runtime.api import load, strategy
     from decodekit.runtime.decoder import Decoder
@@ -44,6 +49,18 @@ _HOME = {
     "decodekit.cache.ledger": ("ledger",),
     "decodekit.cache.paged": ("PagedCache",),
     "decodekit.core.accepts": ("accepts",),
+    "decodekit.core.candidates": (
+        "Cancel",
+        "Candidate",
+        "Decision",
+        "Failed",
+        "Finished",
+        "Progress",
+        "Start",
+        "Wait",
+    ),
+    "decodekit.core.constraint": ("CompiledConstraint", "ConstraintState"),
+    "decodekit.core.drafts": ("Draft", "DraftHost", "DraftRow", "DraftState", "Verified"),
     "decodekit.core.errors": (
         "DecodekitError",
         "InputError",
@@ -63,7 +80,9 @@ _HOME = {
         "TokenStrategy",
         "Utility",
     ),
+    "decodekit.core.search": ("Advance", "Ended", "Group", "Hypothesis"),
     "decodekit.core.types": ("Branch", "Need", "Output", "Outputs", "Request", "Rows"),
+    "decodekit.core.vocabulary": ("Vocabulary",),
     "decodekit.integrations.processors": ("as_logits_processor",),
     "decodekit.runtime.api": ("load", "strategy"),
     "decodekit.runtime.decoder": ("Decoder",),

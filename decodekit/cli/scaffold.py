@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
+
+from pydantic import BaseModel
 
 from decodekit import __version__
 from decodekit.cli.console import results
 from decodekit.core import registry
 from decodekit.core.errors import InputError, nearest
+from decodekit.core.protocols import Plugin
 from decodekit.recipe import load_recipe
 
 NEW_KINDS = {"rule": "rules", "strategy": "strategies"}
@@ -22,8 +26,7 @@ NEW_KINDS = {"rule": "rules", "strategy": "strategies"}
 def export_recipe(recipe: str, directory: Path, settings: Sequence[str]) -> int:
     """Write ``custom_generate/generate.py`` with the recipe inside, its requirements and a card."""
     loaded = load_recipe(recipe, set_values=settings)
-    used = [loaded.strategy, *(loaded.rules or ())]
-    distributions = dict(registry.origin(plugin) for plugin in used) | {registry.OWN_DISTRIBUTION: __version__}
+    distributions = dict(map(registry.origin, _plugins(loaded))) | {registry.OWN_DISTRIBUTION: __version__}
     document = loaded.to_dict()
     values = {
         "title": Path(recipe).stem,
@@ -73,6 +76,18 @@ def _fresh(directory: Path) -> Path:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{str(directory)!r} is already there and not an empty folder; name a new one")
     return directory
+
+
+def _plugins(value: Any) -> Iterator[Plugin]:
+    """Every plugin of a recipe, nested ones too."""
+    if isinstance(value, Plugin):
+        yield value
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _plugins(getattr(value, name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _plugins(item)
 
 
 def _write_all(template: str, directory: Path, values: dict[str, str]) -> None:

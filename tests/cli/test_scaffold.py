@@ -68,6 +68,12 @@ def test_an_exported_folder_names_the_plugins_it_needs(cli, recipe, tmp_path) ->
     assert requirements == [f"decodekit>={decodekit.__version__}", "decodekit-nsigma>=0.1.0"]
 
 
+def test_an_exported_folder_names_the_plugins_that_others_nest(cli, recipe, tmp_path) -> None:
+    text = "strategy: {kind: mbr, n: 2, utility: exact, inner: sled}\ngeneration: {do_sample: true}\n"
+    cli("export", recipe(text), tmp_path / "shared")
+    assert "decodekit-sled>=" in (tmp_path / "shared/custom_generate/requirements.txt").read_text()
+
+
 def test_a_folder_that_is_not_empty_is_left_alone(cli, recipe, tmp_path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/keep").write_text("x")
