@@ -90,6 +90,7 @@ def test_segments_and_single_steps(model, ids, expected, rows, lengths):
     assert_close(found, expected[:rows])
 
 
+@pytest.mark.slow
 def test_left_padded(model, ids, expected):
     pads = torch.tensor([0, 9, 23])
     padded = torch.stack([row.roll(int(count)) for row, count in zip(ids, pads, strict=True)])
@@ -103,6 +104,7 @@ def test_left_padded(model, ids, expected):
         assert_close(found[row, count:], expected[row, : 40 - count])
 
 
+@pytest.mark.slow
 def test_fork_then_diverge(model, ids, expected):
     loop = loop_over(model)
     prompt = ids[0, :40].tolist()
@@ -128,6 +130,7 @@ def test_rollback_then_continue(model, ids, expected):
     assert_close(found[1], expected[1, 29:41])
 
 
+@pytest.mark.slow
 def test_a_second_call_on_a_filled_cache(model, ids, expected):
     loop = loop_over(model)
     first, second = ids[0].tolist(), [*ids[0, :50].tolist(), *ids[1, :9].tolist()]
@@ -139,6 +142,7 @@ def test_a_second_call_on_a_filled_cache(model, ids, expected):
     assert_close(loop.prefill(0, second), forward(model, [second])[0, 48:])
 
 
+@pytest.mark.slow
 def test_rows_of_any_length_and_several_queries_at_absolute_positions(model, ids, expected):
     loop = loop_over(model)
     lengths = [17, 40, 3]
@@ -151,6 +155,7 @@ def test_rows_of_any_length_and_several_queries_at_absolute_positions(model, ids
         assert_close(found[row], expected[row, length : length + 9])
 
 
+@pytest.mark.slow
 def test_suspended_and_evicted_to_the_host(model, ids, expected):
     loop = loop_over(model, num_blocks=5, host_bytes=1 << 30)
     first, second = ids[0, :60].tolist(), ids[1, :60].tolist()
