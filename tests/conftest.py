@@ -1,5 +1,10 @@
+import os
+
 import pytest
 import torch
+
+# Read when triton is imported, as transformers does: without a GPU the kernels are interpreted.
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from decodekit.integrations.models import load_model
 from decodekit.testing import tiny_model, tiny_tokenizer

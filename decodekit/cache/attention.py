@@ -11,7 +11,6 @@ which of its queries are tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from decodekit.core.errors import Refused
-from decodekit.kernels.paged_attention import Part, paged_attention, plan_parts
+from decodekit.kernels.paged_attention import Part, Work, paged_attention, plan_attention, why_torch
 
 NAME = "decodekit"
 """The attention implementation's name, for ``set_attn_implementation``."""
@@ -41,7 +40,7 @@ class Layout:
             ``query_start[r + 1]``.
         block_size: tokens a block.
         window: tokens a query sees, itself included; ``None``: all.
-        device: of the K/V.
+        path: what attended to the blocks last: ``triton``, or ``torch`` and why.
     """
 
     block_table: Tensor
@@ -49,20 +48,23 @@ class Layout:
     query_start: Tensor
     block_size: int
     window: int | None = None
-    device: torch.device | str = "cpu"
+    path: str | None = field(default=None, init=False)
+    _plans: dict[tuple[str | None, torch.dtype, int], Work | list[Part]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _checked: Tensor | None = field(default=None, init=False, repr=False)
 
-    @cached_property
-    def parts(self) -> list[Part]:
-        """What is attended to together."""
-        return plan_parts(
-            self.block_table,
-            self.lengths,
-            self.query_start,
-            block_size=self.block_size,
-            window=self.window,
-            device=self.device,
-        )
+    def parts(self, query: Tensor, keys: Tensor, values: Tensor) -> Work | list[Part]:
+        """What is attended to together, for all layers whose heads are as many and whose tensors are alike."""
+        reason = why_torch(query, keys, values)
+        self.path = "triton" if reason is None else f"torch ({reason})"
+        alike = reason, query.dtype, query.shape[1] // keys.shape[1]
+        if alike not in self._plans:
+            tables = self.block_table, self.lengths, self.query_start
+            self._plans[alike] = plan_attention(
+                query, keys, values, *tables, block_size=self.block_size, window=self.window
+            )
+        return self._plans[alike]
 
     def check_mask(self, mask: Tensor | None, query_length: int) -> None:
         """Refuse a mask under which tokens see other than the last ``window`` tokens of their own row.
@@ -196,8 +198,9 @@ def attention(
     if sliding_window is not None and sliding_window != layout.window:
         raise Refused(f"layer {number} has a window of {sliding_window}, its cache one of {layout.window}")
     layout.check_mask(attention_mask, query.shape[2])
+    flat = query.transpose(1, 2).flatten(0, 1)
     output = paged_attention(
-        query.transpose(1, 2).flatten(0, 1),
+        flat,
         keys,
         values,
         layout.block_table,
@@ -208,7 +211,7 @@ def attention(
         window=layout.window,
         softcap=softcap,
         sinks=s_aux,
-        parts=layout.parts,
+        parts=layout.parts(flat, keys, values),
     )
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 

@@ -37,6 +37,7 @@ class SteppedCache(Cache):
     Attributes:
         device: where masks and positions are made.
         groups: the cache groups.
+        paths: what attended to the blocks of the steps so far, see :attr:`Layout.path`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class SteppedCache(Cache):
         )
         self._suspended: WeakSet[Suspended] = WeakSet()
         self._step: Step | None = None
+        self.paths: set[str] = set()
 
     @property
     def rows(self) -> list[Row]:
@@ -195,6 +197,7 @@ class SteppedCache(Cache):
     def _finish(self, step: Step) -> None:
         stale = {id(row.state.batch): row.state.batch for row in step.rows if row.state is not None}
         step.finish(self._book, self.layers, recurrent=bool(self._state_layers))
+        self.paths.update(step.paths)
         self._step = None
         self._book.tidy(step.rows, list(stale.values()))
         for number, group in enumerate(self.groups):

@@ -108,7 +108,6 @@ class Step:
                 query_start=torch.arange(len(self.rows) + 1) * self.query_length,
                 block_size=group.pool.block_size,
                 window=group.window,
-                device=self._cache.device,
             )
         return self._layouts[number]
 
@@ -123,6 +122,11 @@ class Step:
         if not isinstance(store, FullStore):
             raise Refused(f"a {type(store).__name__} has no K/V that attention can read in place; gather them")
         return store.keys, store.values
+
+    @property
+    def paths(self) -> set[str]:
+        """What attended to the blocks, see :attr:`Layout.path`."""
+        return {layout.path for layout in self._layouts.values() if layout.path is not None}
 
     def __enter__(self) -> Self:
         return self

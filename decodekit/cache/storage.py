@@ -8,6 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decodekit.kernels import triton_runs
+from decodekit.kernels.block_copy import block_copy
+from decodekit.kernels.kv_write import kv_write
+
 
 class KVStore(Protocol):
     """The K/V of one layer. Slot ``s`` is token ``s % block_size`` of block ``s // block_size``.
@@ -91,6 +95,10 @@ class FullStore:
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See :class:`KVStore`."""
+        if triton_runs(self.device):
+            kv_write(self.keys, self.values, slots, keys, values)
+            return
+        # Elsewhere one operation over both costs less than one for each.
         new = [torch.cat([keys, values], dim=1)] if len(self._stored) == 1 else [keys, values]
         for stored, part in zip(self._stored, new, strict=True):
             stored.index_copy_(1, slots, part.transpose(0, 1).to(stored.dtype))
@@ -107,8 +115,8 @@ class FullStore:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See :class:`KVStore`."""
-        for blocks in self._by_block():
-            blocks[:, target] = blocks[:, source]
+        for stored in self._stored:
+            block_copy(stored, source, target, block_size=self._block_size)
 
     def grow(self, num_blocks: int) -> None:
         """See :class:`KVStore`."""

@@ -1,1 +1,14 @@
-"""Operations on tensors, one a folder: ``reference.py`` is plain torch, tensors in and tensors out."""
+"""Operations on tensors, one a folder, tensors in and tensors out: ``reference.py`` in plain torch, ``triton.py`` for GPUs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def triton_runs(device: torch.device) -> bool:
+    """Whether ops on tensors of this device run their Triton kernels: on a GPU, where Triton is installed."""
+    return device.type == "cuda" and _HAS_TRITON

@@ -24,6 +24,7 @@ from decodekit.core.errors import Refused
 from decodekit.core.few_rows import few_rows
 from decodekit.core.heads import readout
 from decodekit.core.types import BranchOutputs
+from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import RaggedForward, Stepper
 
 Ids = Sequence[int]
@@ -219,7 +220,7 @@ class PagedSession(Session):
         }
         self._forward = RaggedForward(model, cache, hidden_states=bool(layers))
         self._keep_prompt = keep_prompt
-        self._direct = False
+        self._direct = triton_runs(model.device) and self._reads_blocks()
         # Which (branch, row) each row of the cache belongs to.
         self._order: list[Key] = []
         # Tokens that a rollback went back over, to be forwarded before the next ones.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from decodekit.cache.paged import PagedCache
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 from decodekit.core.trace import TraceWriter
@@ -206,6 +207,15 @@ def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
     return recipe.model_copy(update={"generation": checked.generation})
 
 
+def _path(call: Call) -> str:
+    """Which kernels ran: how attention read the blocks of paged caches; ``torch`` where nothing did."""
+    caches = [session.cache for session in call.loop.sessions]
+    return (
+        ", ".join(sorted({path for cache in caches if isinstance(cache, PagedCache) for path in cache.paths}))
+        or "torch"
+    )
+
+
 def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
     """Counts and seconds of one output; what its task forwarded went through every branch and candidate."""
     loop, times = call.loop, sequence.times
@@ -215,7 +225,7 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "forwarded_tokens": sum(session.forwarded[row] for session in loop.sessions for row in task.rows),
         "draft_tokens": 0,
         "accepted_tokens": 0,
-        "path": "torch",
+        "path": _path(call),
     }
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)

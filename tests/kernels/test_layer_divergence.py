@@ -42,3 +42,16 @@ def test_rows_do_not_depend_on_each_other(distributions) -> None:
     whole = layer_divergence(final, early)
     for row in range(3):
         assert torch.equal(whole[:, row], layer_divergence(final[row : row + 1], early[:, row : row + 1])[:, 0])
+
+
+@pytest.mark.parametrize("divergence", ["jsd", "official"])
+def test_kernel_equals_the_reference(device, divergence) -> None:
+    from decodekit.kernels.layer_divergence import triton
+
+    generator = torch.Generator().manual_seed(0)
+    final = torch.randn(2, 3000, generator=generator).mul(3).log_softmax(-1)
+    early = torch.randn(3, 2, 3000, generator=generator).mul(3).log_softmax(-1)
+    final[1, 7] = early[2, 1, 7] = early[0, 0, 9] = -math.inf
+    own = triton.layer_divergence(final.to(device), early.to(device), divergence)
+    expected = layer_divergence(final.double(), early.double(), divergence)
+    torch.testing.assert_close(own.cpu().double(), expected, atol=1e-6, rtol=1e-5)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decodekit.kernels.paged_attention import paged_attention, plan_parts
+from decodekit.kernels.paged_attention import paged_attention, plan_parts, plan_work
 
 
 def make(
@@ -226,3 +226,100 @@ def test_shapes_that_do_not_fit_are_refused(change, message) -> None:
     sinks = change.pop("sinks", None)
     with pytest.raises(ValueError, match=message):
         paged_attention(*(tensors | change).values(), **options, sinks=sinks)
+
+
+def by_kernel(arguments, options, device, **more):
+    """The Triton kernel, on the GPU or interpreted."""
+    from decodekit.kernels.paged_attention import triton
+
+    query, keys, values, *tables = arguments
+    cut = {"block_size": options["block_size"], "window": options["window"]}
+    work = plan_work(*tables, **cut, group=query.shape[1] // keys.shape[1], device=device)
+    more = {name: option.to(device) if isinstance(option, torch.Tensor) else option for name, option in more.items()}
+    on_device = (tensor.to(device) for tensor in (query, keys, values))
+    return triton.paged_attention(*on_device, work, **options, **more).cpu(), work
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (32, 64))
+
+
+LONG_AND_SHORT = [70, 3, 41, 0, 90], [1, 2, 20, 0, 70]
+"""Rows whose keys are cut, in one part, with many queries, empty, and with more queries than one item has."""
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten")
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [
+        ({}, {}),
+        ({"heads": 6, "width": 5, "value_width": 7, "block_size": 3}, {"softcap": 1.5}),
+        ({"heads": 8, "key_heads": 1, "width": 24, "value_width": 24, "window": 11}, {"sinks": torch.randn(8)}),
+        (
+            {"heads": 7, "key_heads": 7, "block_size": 16, "shared": [([0, 4], 4)]},
+            {"softcap": 2.0, "sinks": torch.randn(7)},
+        ),
+    ],
+)
+def test_kernel_equals_dense_attention(device, shape, more) -> None:
+    arguments, options = make(*LONG_AND_SHORT, dtype=torch.float32, **shape)
+    output, _ = by_kernel(arguments, options, device, **more)
+    torch.testing.assert_close(output.double(), dense(*arguments, **options, **more), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten")
+def test_kernel_reads_a_shared_prefix_once_and_changes_no_bit_of_a_row(device, monkeypatch) -> None:
+    if device == "cpu":
+        # numpy's products depend on the shape of a tile, a GPU's do not.
+        monkeypatch.setattr("decodekit.kernels.paged_attention.work.TILES", (16, 16))
+    shared = [([0, 1, 2], 16), ([0, 1], 24)]
+    arguments, options = make([100, 103, 70], [1, 2, 1], shared=shared, dtype=torch.float32)
+    query, keys, values, table, lengths, start = arguments
+    together, work = by_kernel(arguments, options, device)
+    items = [item for _, own in work.items for item in own.tolist()]
+    # (first key, stop, queries): 64 tokens for all, 32 more for two, the rest alone.
+    assert sorted((item[1], item[2], item[4]) for item in items) == [
+        (0, 32, 4), (32, 64, 4), (64, 70, 1), (64, 96, 3), (96, 100, 1), (96, 103, 2),
+    ]  # fmt: skip
+    for row in range(3):
+        own = slice(*start[row : row + 2].tolist())
+        alone = query[own], keys, values, table[row : row + 1], lengths[row : row + 1], start[row : row + 2] - own.start
+        assert torch.equal(by_kernel(alone, options, device)[0], together[own])
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_kernel_left_pads_are_zeros_and_blocks_a_window_let_go_are_not_read(device) -> None:
+    arguments, options = make([50, 2], [1, 2], window=7, dtype=torch.float32)
+    query, keys, values, table, lengths, _ = arguments
+    assert (table[0, :10] == -1).all()
+    padded = torch.cat([query[:1], torch.full((3, 4, 5), torch.nan), query[1:]])
+    arguments = padded, keys, values, table, lengths, torch.tensor([0, 1, 6])
+    output, _ = by_kernel(arguments, options, device, sinks=torch.ones(4))
+    assert not output[1:4].any()
+    expected = dense(query, keys, values, table, lengths, torch.tensor([0, 1, 3]), **options, sinks=torch.ones(4))
+    torch.testing.assert_close(output[[0, 4, 5]].double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"), [(512, 1), (513, 2), (4096, 8), (8191, 16), (8192, 8), (16384, 8), (131072, 64)]
+)
+def test_parts_depend_on_the_length_alone(length, parts) -> None:
+    table, start = torch.arange(-(-length // 16))[None], torch.tensor([0, 1])
+    work = plan_work(table, torch.tensor([length]), start, block_size=16, group=4)
+    assert [len(items) for _, items in work.items] == [parts]
+    assert work.num_parts == (parts if parts > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": torch.tensor([9, 5, 1])}, "R rows need R lengths"),
+        ({"lengths": torch.tensor([9, 13])}, "row 1 has 13 tokens, its block_table 3 blocks of 4"),
+        ({"table": torch.tensor([[1, 2, 3], [4, -1, -1]])}, "no block for token 4 of row 1"),
+    ],
+)
+def test_work_needs_a_block_for_every_token(change, message) -> None:
+    (_, _, _, table, lengths, start), _ = make([9, 5], [2, 2])
+    with pytest.raises(ValueError, match=message):
+        plan_work(*({"table": table, "lengths": lengths} | change).values(), start, block_size=4, group=1)

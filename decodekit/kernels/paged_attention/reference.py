@@ -56,7 +56,7 @@ def paged_attention(
     Raises:
         ValueError: shapes that do not fit together, or a token that a query sees has no block.
     """
-    _check(query, key_cache, value_cache, sinks)
+    check(query, key_cache, value_cache, sinks)
     if parts is None:
         parts = plan_parts(block_table, lengths, query_start, block_size=block_size, window=window, device=query.device)
     accurate = torch.promote_types(query.dtype, torch.float32)
@@ -80,7 +80,12 @@ def paged_attention(
     return output.to(query.dtype)
 
 
-def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:
+def check(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:
+    """Refuse shapes that do not fit together.
+
+    Raises:
+        ValueError: says which.
+    """
     if query.ndim != 3 or key_cache.ndim != 3 or value_cache.shape[:2] != key_cache.shape[:2]:
         raise ValueError(
             f"query {list(query.shape)}, key_cache {list(key_cache.shape)}, value_cache {list(value_cache.shape)} "

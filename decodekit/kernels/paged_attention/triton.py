@@ -1,0 +1,259 @@
+"""Paged attention in Triton: the items of a step in parallel, then the parts of each query merged.
+
+Scores are kept transposed, keys by queries: the keys fill the rows of a matrix instruction, however few queries there are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decodekit.kernels.paged_attention.work import Work
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_MERGED = 16  # parts that are merged at a time
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    work: Work,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As the reference; the tables, lengths and window are those that ``work`` was planned for.
+
+    Args:
+        query: [N, Hq, D].
+        key_cache: [S, Hk, D], contiguous in its last dimension.
+        value_cache: [S, Hk, Dv], as well.
+        work: :func:`~decodekit.kernels.paged_attention.work.plan_work` of the step.
+        block_size: tokens a block.
+        scale: of the scores.
+        window: tokens a query sees, itself included; ``None``: all.
+        softcap: see the reference.
+        sinks: [Hq], see the reference.
+
+    Returns:
+        [N, Hq, Dv]; bit for bit the same for a row whatever rows are beside it.
+    """
+    count, heads, width = query.shape
+    key_heads, value_width = value_cache.shape[1:]
+    output = query.new_empty((count, heads, value_width))
+    parts = query.new_empty((work.num_parts, heads, value_width), dtype=torch.float32)
+    lse = query.new_empty((work.num_parts, heads), dtype=torch.float32)
+    widths = {"D": width, "DV": value_width}
+    padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in widths.items()}
+    tuning = _tuning(query.dtype, max(padded.values()))
+    for tile, items in work.items:
+        _attend[(len(items) * key_heads,)](
+            query,
+            key_cache,
+            value_cache,
+            work.table,
+            items,
+            work.members,
+            sinks,
+            output,
+            parts,
+            lse,
+            *query.stride()[:2],
+            *key_cache.stride()[:2],
+            *value_cache.stride()[:2],
+            work.table.stride(0),
+            heads,
+            key_heads,
+            scale,
+            softcap,
+            window,
+            BLOCK_SIZE=block_size,
+            GROUP=work.group,
+            TILE=tile,
+            **widths,
+            **padded,
+            **tuning,
+        )
+    if len(work.merges):
+        _merge[(len(work.merges), heads)](
+            work.merges,
+            parts,
+            lse,
+            sinks,
+            output,
+            heads,
+            PARTS=_MERGED,
+            DV=value_width,
+            BLOCK_DV=padded["BLOCK_DV"],
+            num_warps=1,
+        )
+    return output
+
+
+def _tuning(dtype: torch.dtype, width: int) -> dict[str, int]:
+    # Measured on an H200. Fewer keys a step read a little faster with many rows and are much slower with few; wide heads have
+    # no room in shared memory for more, single precision none in registers.
+    if dtype == torch.float32:
+        return {"KEYS": 32, "num_stages": 1, "num_warps": 4}
+    return {"KEYS": 64 if width <= 128 else 32, "num_stages": 3, "num_warps": 4}
+
+
+@triton.jit
+def _attend(
+    query,
+    keys,
+    values,
+    table,
+    items,
+    members,
+    sinks,
+    output,
+    parts,
+    lse,
+    stride_qn,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    stride_vs,
+    stride_vh,
+    stride_t,
+    heads,
+    key_heads,
+    scale,
+    softcap,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    # The heads of an item one after the other: what they all read of it is in the cache then.
+    item, head = items + tl.program_id(0) // key_heads * 8, tl.program_id(0) % key_heads
+    row, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    first, count = tl.load(item + 3), tl.load(item + 4)
+    column = tl.arange(0, TILE)
+    live = column < count * GROUP
+    place = tl.where(live, tl.load(item + 5), 0).to(tl.int64)
+    position = tl.where(live, tl.load(item + 6), -1)
+    part = tl.where(live, tl.load(item + 7), -1).to(tl.int64)
+    if count > 1:
+        member = members + (first + column // GROUP) * 3
+        place = tl.load(member, mask=live, other=0).to(tl.int64)
+        position = tl.load(member + 1, mask=live, other=-1)
+        part = tl.load(member + 2, mask=live, other=-1).to(tl.int64)
+    query_head = head * GROUP + column % GROUP
+    dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    queries = tl.load(
+        query + (place * stride_qn + query_head * stride_qh)[None, :] + dim[:, None],
+        mask=live[None, :] & (dim < D)[:, None],
+        other=0.0,
+    )
+    keys += head.to(tl.int64) * stride_kh + dim[None, :]
+    values += head.to(tl.int64) * stride_vh + value_dim[None, :]
+    table += row.to(tl.int64) * stride_t
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    ones = tl.full([16, KEYS], 1.0, query.dtype.element_ty)
+    totals = tl.zeros([16, TILE], tl.float32)
+    if sinks is not None:
+        # Those of queries with parts are for the merge to add.
+        whole = live & (part < 0)
+        sink = tl.load(sinks + query_head, mask=whole, other=0.0).to(tl.float32)
+        highest = tl.where(whole, sink * _LOG2_E, highest)
+        totals += tl.where(whole, 1.0, 0.0)[None, :]
+    result = tl.zeros([BLOCK_DV, TILE], tl.float32)
+    offset = tl.arange(0, KEYS)
+    block = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
+    for begin in range(start, stop, KEYS):
+        token = begin + offset
+        there = token < stop
+        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        # Loaded a step ahead: keys whose address waits for a load are not fetched while others are multiplied.
+        block = tl.load(table + (token + KEYS) // BLOCK_SIZE, mask=token + KEYS < stop, other=0)
+        key_there, value_there = there[:, None], there[:, None]
+        if BLOCK_D != D:
+            key_there = key_there & (dim < D)[None, :]
+        if BLOCK_DV != DV:
+            value_there = value_there & (value_dim < DV)[None, :]
+        key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
+        scores = tl.dot(key, queries, input_precision="ieee") * scale
+        if softcap is not None:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2_E / softcap)) + 1.0))
+        visible = there[:, None] & (token[:, None] <= position[None, :])
+        if window is not None:
+            visible = visible & (token[:, None] > position[None, :] - window)
+        scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 0))
+        # Finite, where a query saw nothing yet: -inf - -inf is NaN.
+        floor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - floor[None, :])
+        decay = tl.exp2(highest - floor)
+        value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
+        weights = weights.to(value.dtype)
+        result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
+        # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
+        totals = tl.dot(ones, weights, totals * decay[None, :], input_precision="ieee")
+        highest = higher
+    total = tl.max(totals, 0)  # all its rows are equal
+    result = result / tl.where(total > 0, total, 1.0)[None, :]
+    kept = (value_dim < DV)[:, None] & live[None, :]
+    where = (place * heads + query_head) * DV
+    tl.store(
+        output + where[None, :] + value_dim[:, None],
+        result.to(output.dtype.element_ty),
+        mask=kept & (part < 0)[None, :],
+    )
+    where = part * heads + query_head
+    tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
+    tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
+
+
+@triton.jit
+def _merge(
+    merges,
+    parts,
+    lse,
+    sinks,
+    output,
+    heads,
+    PARTS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    merge, head = merges + tl.program_id(0) * 3, tl.program_id(1)
+    place, first, count = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64), tl.load(merge + 2)
+    number, dim = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
+    highest = float("-inf")
+    total = 0.0
+    if sinks is not None:
+        if count > 0:
+            highest = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+            total = 1.0
+    result = tl.zeros([BLOCK_DV], tl.float32)
+    for begin in range(0, count, PARTS):
+        there = begin + number < count
+        where = (first + begin + number) * heads + head
+        part_lse = tl.load(lse + where, mask=there, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(part_lse, 0))
+        floor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(part_lse - floor)
+        decay = tl.exp2(highest - floor)
+        part = tl.load(
+            parts + (where * DV)[:, None] + dim[None, :], mask=there[:, None] & (dim < DV)[None, :], other=0.0
+        )
+        result = result * decay + tl.sum(part * weights[:, None], 0)
+        total = total * decay + tl.sum(weights, 0)
+        highest = higher
+    result = result / tl.where(total > 0, total, 1.0)
+    tl.store(output + (place * heads + head) * DV + dim, result.to(output.dtype.element_ty), mask=dim < DV)

@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from decodekit.core.random import Stream, uniform
+from decodekit.kernels.sample import reference, sample
+
+
+def draws(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    return seeds, torch.randint(-(2**31), 2**31, (rows, 4), generator=generator).int()
+
+
+def filters(rows, temperature=1.0, top_k=1 << 30, top_p=1.0, min_p=0.0):
+    return (
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
+    )
+
+
+def shares(logits, **options):
+    """How often each token is drawn from one row of logits."""
+    rows = 20_000
+    tokens = sample(logits.expand(rows, -1), *filters(rows, **options), *draws(rows))
+    return tokens.bincount(minlength=logits.shape[-1]) / rows
+
+
+def test_uniforms_are_those_of_the_core() -> None:
+    seeds, counters = draws(200)
+    expected = [
+        uniform(Stream(seed, sample, digest & 0xFFFFFFFF), position, lane)
+        for seed, (position, lane, sample, digest) in zip(seeds.tolist(), counters.tolist(), strict=True)
+    ]
+    assert reference.uniforms(seeds, counters).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 0.65}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_k": 3, "top_p": 0.75}, [4 / 7, 3 / 7, 0, 0]),
+        ({"min_p": 0.6}, [4 / 7, 3 / 7, 0, 0]),
+    ],
+)
+def test_filters_keep_what_their_rules_keep(options, kept) -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    torch.testing.assert_close(shares(logits, **options), torch.tensor(kept).float(), atol=0.015, rtol=0)
+
+
+def test_of_equal_logits_the_lowest_ids_are_kept() -> None:
+    logits = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert shares(logits, top_k=2).nonzero().flatten().tolist() == [0, 2]
+    assert shares(logits, top_p=0.5).nonzero().flatten().tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.float32), (37, torch.bfloat16), (300, torch.float32)])
+def test_kernel_draws_the_tokens_of_the_reference(device, monkeypatch, vocab_size, dtype) -> None:
+    from decodekit.kernels.sample import triton
+
+    monkeypatch.setattr(triton, "_TOKENS", 128)
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(1)).mul(2).to(dtype)
+    logits[:, 1::5] = -torch.inf
+    chosen = (
+        torch.tensor([0.0, 0.5, 1.0, 1.5, 1.0, 1.0, 0.7, 1.0]),
+        torch.tensor([vocab_size, 5, 1, vocab_size, 200, vocab_size, 20, vocab_size], dtype=torch.int32),
+        torch.tensor([1.0, 0.9, 1.0, 1.0, 0.95, 0.5, 1e-6, 0.999]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.01, 0.2, 0.0, 0.0]),
+    )
+    strided = (torch.stack([option, option], dim=1)[:, 0] for option in chosen)
+    arguments = logits, *strided, *draws(8)
+    tokens = triton.sample(*(argument.to(device) for argument in arguments))
+    assert tokens.tolist() == reference.sample(*arguments).tolist()
