@@ -9,7 +9,7 @@ def test_kernel_equals_the_reference(device, block_size, width) -> None:
     from decodekit.kernels.block_copy import triton
 
     cache = torch.randn(3, 8 * block_size, width, device=device)
-    source, target = torch.tensor([0, 2, 2]), torch.tensor([7, 1, 3])
+    source, target = torch.tensor([[0, 7], [2, 1], [2, 3]]).unbind(1)
     expected = cache.cpu().clone()
     block_copy(expected, source, target, block_size=block_size)
     assert torch.equal(expected[:, 7 * block_size :], cache.cpu()[:, :block_size])

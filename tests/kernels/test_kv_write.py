@@ -17,7 +17,8 @@ def test_writes_its_slots_and_no_other(device) -> None:
         (1, 64, 64, torch.float32),
         (9, 130, 16, torch.float16),
     ]:
-        slots = torch.tensor([40, 3, 0, 17], device=device)
+        # A column of the slots of all rows, as in a step of one token: it does not adjoin.
+        slots = torch.tensor([[40, 1], [3, 2], [0, 5], [17, 6]], device=device)[:, 0]
         # Numbers of every dtype: the interpreter rounds in its own way.
         keys, values = (torch.randint(-99, 99, (4, heads, size), device=device) / 8 for size in (width, value_width))
         written, expected = (caches(48, heads, width, value_width, dtype, device) for _ in range(2))

@@ -73,6 +73,7 @@ def test_kernel_draws_the_tokens_of_the_reference(device, monkeypatch, vocab_siz
         torch.tensor([1.0, 0.9, 1.0, 1.0, 0.95, 0.5, 1e-6, 0.999]),
         torch.tensor([0.0, 0.0, 0.0, 0.0, 0.01, 0.2, 0.0, 0.0]),
     )
-    arguments = logits, *chosen, *draws(8)
+    strided = (torch.stack([option, option], dim=1)[:, 0] for option in chosen)
+    arguments = logits, *strided, *draws(8)
     tokens = triton.sample(*(argument.to(device) for argument in arguments))
     assert tokens.tolist() == reference.sample(*arguments).tolist()

@@ -14,7 +14,7 @@ def block_copy(cache: Tensor, source: Tensor, target: Tensor, *, block_size: int
     heads, _, width = cache.shape
     if not len(source):
         return
-    source, target = source.to(cache.device), target.to(cache.device)
+    source, target = (blocks.to(cache.device).contiguous() for blocks in (source, target))
     _copy[(len(source), heads)](
         cache,
         source,

@@ -10,7 +10,7 @@ _NUMBERS = 1024  # of keys and of values that a program writes
 
 
 def kv_write(key_cache: Tensor, value_cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """As the reference; the last dimension of each of the tensors is contiguous."""
+    """As the reference; the last dimension of caches, keys and values is contiguous."""
     count, heads, width = keys.shape
     value_width = values.shape[2]
     if not count:
@@ -23,6 +23,7 @@ def kv_write(key_cache: Tensor, value_cache: Tensor, slots: Tensor, keys: Tensor
         slots,
         keys,
         values,
+        slots.stride(0),
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
         *keys.stride()[:2],
@@ -43,6 +44,7 @@ def _write(
     slots,
     keys,
     values,
+    stride_s,
     stride_kcs,
     stride_kch,
     stride_vcs,
@@ -58,7 +60,7 @@ def _write(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slots + token * stride_s).to(tl.int64)
     head, dim = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
     there = (head < heads) & (dim < D)
     key = tl.load(keys + token * stride_kn + head * stride_kh + dim, mask=there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from decodekit.kernels import triton_runs
@@ -12,8 +13,8 @@ __all__ = ["Divergence", "layer_divergence"]
 
 
 def layer_divergence(final: Tensor, early: Tensor, divergence: Divergence = "jsd") -> Tensor:
-    """See :func:`decodekit.kernels.layer_divergence.reference.layer_divergence`; one pass over both on a GPU."""
-    if triton_runs(final.device):
+    """See :func:`decodekit.kernels.layer_divergence.reference.layer_divergence`; one pass over both on a GPU, in float32."""
+    if triton_runs(final.device) and final.dtype != torch.float64:
         from decodekit.kernels.layer_divergence import triton
 
         return triton.layer_divergence(final, early, divergence)

@@ -11,9 +11,9 @@ from torch import Tensor
 from decodekit.kernels import triton_runs
 from decodekit.kernels.paged_attention import reference
 from decodekit.kernels.paged_attention.plan import Part, plan_parts
-from decodekit.kernels.paged_attention.work import TILES, Work, plan_work
+from decodekit.kernels.paged_attention.work import Work, plan_work
 
-__all__ = ["TILES", "Part", "Work", "paged_attention", "plan_attention", "plan_parts", "plan_work", "why_torch"]
+__all__ = ["Part", "Work", "paged_attention", "plan_attention", "plan_parts", "plan_work", "why_torch"]
 
 _WIDEST = 256
 
@@ -26,6 +26,8 @@ def why_torch(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | No
         return f"queries of {query.dtype}"
     if {key_cache.dtype, value_cache.dtype} != {query.dtype}:
         return f"K/V kept in {key_cache.dtype}"
+    if any(tensor.stride(-1) != 1 for tensor in (query, key_cache, value_cache)):
+        return "heads whose numbers do not adjoin"
     if (width := max(key_cache.shape[2], value_cache.shape[2])) > _WIDEST:
         return f"heads {width} wide"
     if (group := query.shape[1] // key_cache.shape[1]) > _WIDEST // 2:
@@ -48,10 +50,8 @@ def plan_attention(
     options: dict[str, Any] = {"block_size": block_size, "window": window, "device": query.device}
     if why_torch(query, key_cache, value_cache) is not None:
         return plan_parts(block_table, lengths, query_start, **options)
-    # Sums in single precision are in the order of a tile's layout: with one tile they are always the same.
-    tiles = TILES[:1] * 2 if query.dtype == torch.float32 else TILES
     group = query.shape[1] // key_cache.shape[1]
-    return plan_work(block_table, lengths, query_start, group=group, tiles=tiles, **options)
+    return plan_work(block_table, lengths, query_start, group=group, **options)
 
 
 def paged_attention(

@@ -21,7 +21,7 @@ SPLITS = 512, 2048
 _PARTS = 8  # at least, of a row between these; powers of 2, all three
 
 TILES = (16, 64)
-"""Rows of scores an item may have: narrow items waste less, wide ones read the keys less often."""
+"""Rows of scores of narrow items, which waste less, and of wide ones, which read the keys less often; powers of 2."""
 
 _MOST_SPLIT_QUERIES = 16  # a row with more keeps the processor busy without cutting its keys
 
@@ -73,7 +73,6 @@ def plan_work(
     block_size: int,
     group: int,
     window: int | None = None,
-    tiles: tuple[int, int] = TILES,
     device: torch.device | str | None = None,
 ) -> Work:
     """Divide the attention of a batch of rows into items for the kernel. Best called with tensors on the host.
@@ -85,7 +84,6 @@ def plan_work(
         block_size: tokens a block.
         group: query heads a K/V head.
         window: tokens a query sees, itself included; ``None``: all.
-        tiles: rows of scores of narrow and of wide items, powers of 2.
         device: where the work is needed; ``None``: where ``block_table`` is.
 
     Raises:
@@ -96,7 +94,7 @@ def plan_work(
     length, starts = lengths.cpu().numpy().astype(np.int64), query_start.cpu().numpy().astype(np.int64)
     rows = _rows(table, length, starts, block_size, window)
     cut = rows.count <= _MOST_SPLIT_QUERIES
-    narrow, wide = (max(tile, 1 << (group - 1).bit_length()) for tile in tiles)
+    narrow, wide = (max(tile, 1 << (group - 1).bit_length()) for tile in TILES)
     members, merges, num_parts, sizes, keys = _cut(rows[cut], table, block_size)
     whole_members, whole_sizes, whole_keys = _whole(rows[~cut], wide // group, window)
     few = sizes * group <= narrow

@@ -15,18 +15,16 @@ def sample(
 ) -> Tensor:
     """As the reference, but in float32; ``logits`` are contiguous in their last dimension."""
     positions, vocab_size = logits.shape
+    filters = [option.contiguous() for option in (temperature, top_k, top_p, min_p)]
     tokens = torch.empty(positions, dtype=torch.int64, device=logits.device)
     keys = torch.empty((positions, vocab_size), dtype=torch.int32, device=logits.device)
     ids = torch.empty_like(keys)
     block = min(_TOKENS, triton.next_power_of_2(vocab_size))
     _sample[(positions,)](
         logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        counters,
+        *filters,
+        seeds.contiguous(),
+        counters.contiguous(),
         keys,
         ids,
         tokens,

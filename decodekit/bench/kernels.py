@@ -1,0 +1,168 @@
+"""Each Triton kernel beside its peer, both replayed from CUDA graphs, and as a share of what the GPU's memory allows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from decodekit.core.errors import InputError
+from decodekit.kernels import triton_runs
+from decodekit.kernels.apply_bitmask import apply_bitmask
+from decodekit.kernels.apply_bitmask import reference as torch_bitmask
+from decodekit.kernels.block_copy import block_copy
+from decodekit.kernels.block_copy import reference as torch_copy
+from decodekit.kernels.kv_write import kv_write
+from decodekit.kernels.kv_write import reference as torch_write
+from decodekit.kernels.layer_divergence import layer_divergence
+from decodekit.kernels.layer_divergence import reference as torch_divergence
+from decodekit.kernels.paged_attention import paged_attention, plan_attention
+from decodekit.kernels.sample import reference as torch_sample
+from decodekit.kernels.sample import sample
+
+ROUNDS = 20
+BLOCK_SIZE = 16
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+"""Of a Llama of 8 billion parameters."""
+VOCAB_SIZE = 128_256
+ROWS_AND_LENGTHS = ((64, 8192), (8, 32768), (1, 131072), (128, 1024), (32, 2048), (1, 512))
+
+
+class Case(NamedTuple):
+    """A kernel at one shape: ours, its peer and the bytes that either has to move."""
+
+    kernel: str
+    shape: str
+    peer: str
+    ours: Callable[[], Any]
+    theirs: Callable[[], Any]
+    nbytes: int
+
+
+def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row a kernel and shape; model and prompts are not used.
+
+    - ``ms``, ``peer_ms``: medians of the replays of a CUDA graph; ``ratio`` is ours / peer.
+    - ``memory_limit``: the time that reading as many bytes takes, measured here, over ours. Data that fits into the cache
+      can pass 1.
+
+    Raises:
+        InputError: there is no GPU with Triton.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not triton_runs(device):
+        raise InputError(
+            "suite 'kernels' needs an NVIDIA GPU and Triton, and this machine lacks one of them; run another"
+        )
+    status("memory limit")
+    large = torch.randn(2**29, device=device)
+    bytes_a_ms = large.nbytes / _ms(large.sum, 1)
+    del large
+    rows = []
+    for case in _cases(device):
+        status(f"{case.kernel} {case.shape}")
+        # Of small operations several a graph, so that its launch does not count.
+        repeats = 1 if case.nbytes > 2**28 else 10
+        ours, theirs = _ms(case.ours, repeats), _ms(case.theirs, repeats)
+        rows.append(
+            {
+                "kernel": case.kernel,
+                "shape": case.shape,
+                "ms": ours,
+                "peer": case.peer,
+                "peer_ms": theirs,
+                "ratio": ours / theirs,
+                "memory_limit": case.nbytes / bytes_a_ms / ours,
+            }
+        )
+    return rows
+
+
+def _ms(call: Callable[[], Any], repeats: int) -> float:
+    """The median milliseconds of a call, replayed from a graph that holds it so often."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    times = []
+    for _ in range(ROUNDS + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / repeats)
+    return statistics.median(times[2:])
+
+
+def _cases(device: torch.device) -> Iterator[Case]:
+    normal = partial(torch.randn, device=device)
+    for rows, length in ROWS_AND_LENGTHS:
+        yield _attention(rows, length, device)
+    stored, slots = normal(2 * KV_HEADS, 2**18, WIDTH, dtype=torch.bfloat16), torch.randperm(2**18, device=device)
+    keys, values = stored[:KV_HEADS].transpose(0, 1), stored[KV_HEADS:].transpose(0, 1)
+    for count in (32, 8192):
+        new = normal(2, count, KV_HEADS, WIDTH, dtype=torch.bfloat16)
+        arguments: tuple[Tensor, ...] = (keys, values, slots[:count], *new)
+        ours: Callable[[], Any]
+        theirs: Callable[[], Any]
+        ours, theirs = partial(kv_write, *arguments), partial(torch_write.kv_write, *arguments)
+        yield Case("kv_write", f"{count} tokens", "index_copy", ours, theirs, 2 * new.nbytes)
+        source, target = torch.randperm(2**18 // BLOCK_SIZE, device=device)[: 2 * (count // BLOCK_SIZE)].chunk(2)
+        arguments = stored, source, target
+        ours = partial(block_copy, *arguments, block_size=BLOCK_SIZE)
+        theirs = partial(torch_copy.block_copy, *arguments, block_size=BLOCK_SIZE)
+        yield Case("block_copy", f"{len(source)} blocks", "indexing", ours, theirs, 2 * new.nbytes)
+    for rows in (1, 64):
+        logits, shape = normal(rows, VOCAB_SIZE) * 3, f"{rows} x {VOCAB_SIZE}"
+        filters = [torch.full((rows,), value, device=device) for value in (0.8, 50, 0.9, 0.05)]
+        filters[1] = filters[1].int()
+        counters = torch.randint(2**31, (rows, 4), device=device, dtype=torch.int32)
+        draws = torch.randint(2**62, (rows,), device=device), counters
+        arguments = logits, *filters, *draws
+        ours, theirs = partial(sample, *arguments), partial(torch_sample.sample, *arguments)
+        yield Case("sample", shape, "sort", ours, theirs, logits.nbytes)
+        words = torch.randint(-(2**31), 2**31, (rows, -(-VOCAB_SIZE // 32)), device=device, dtype=torch.int32)
+        masked = logits.clone()
+        ours, theirs = (partial(op, masked, words) for op in (apply_bitmask, torch_bitmask.apply_bitmask))
+        yield Case("apply_bitmask", shape, "masked_fill", ours, theirs, masked.nbytes)
+        early = normal(8, rows, VOCAB_SIZE).log_softmax(-1)
+        ops = layer_divergence, torch_divergence.layer_divergence
+        ours, theirs = (partial(op, logits.log_softmax(-1), early) for op in ops)
+        yield Case("layer_divergence", f"8 x {shape}", "torch", ours, theirs, logits.nbytes + early.nbytes)
+
+
+def _attention(rows: int, length: int, device: torch.device) -> Case:
+    """A query a row over blocks in disorder; the peer has K/V in order."""
+    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    query, stored = normal(rows, HEADS, WIDTH), normal(2, KV_HEADS, rows * length, WIDTH)
+    keys, values = stored.transpose(1, 2)
+    table = torch.randperm(rows * length // BLOCK_SIZE).view(rows, -1)
+    tables = table, torch.full((rows,), length), torch.arange(rows + 1)
+    parts = plan_attention(query, keys, values, *tables, block_size=BLOCK_SIZE)
+    ours = partial(
+        paged_attention,
+        *(query, keys, values, *tables),
+        block_size=BLOCK_SIZE,
+        scale=WIDTH**-0.5,
+        parts=parts,
+    )
+    ordered_keys, ordered_values = stored.view(2, rows, KV_HEADS, length, WIDTH)
+
+    def theirs() -> Tensor:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            return scaled_dot_product_attention(query.unsqueeze(2), ordered_keys, ordered_values, enable_gqa=True)
+
+    return Case("paged_attention", f"{rows} x {length}", "SDPA", ours, theirs, stored.nbytes)
