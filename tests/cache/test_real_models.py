@@ -78,7 +78,7 @@ def segments(model, cache, ids, lengths, mask=None):
 @pytest.mark.parametrize(
     ("rows", "lengths"),
     [
-        pytest.param(1, [32] + [1] * 32, id="steps"),
+        pytest.param(1, [32] + [1] * 32, id="steps", marks=pytest.mark.slow),
         pytest.param(3, [20, 25, 19], id="segments"),
         pytest.param(1, [20, 25, 19], id="segments-1", marks=pytest.mark.slow),
         pytest.param(3, [32] + [1] * 32, id="steps-3", marks=pytest.mark.slow),
@@ -117,6 +117,7 @@ def test_fork_then_diverge(model, ids, expected):
     assert_close(found[1], forward(model, [prompt + other])[0, 40:])
 
 
+@pytest.mark.slow
 def test_rollback_then_continue(model, ids, expected):
     loop = loop_over(model)
     loop.open(ids[0, :50].tolist(), ids[1, :31].tolist())

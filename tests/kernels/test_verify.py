@@ -132,7 +132,7 @@ def wrong_greedy_match(generator):
 
 @pytest.mark.parametrize("wrong", [wrong_softmax_of_an_argmax, wrong_scalar_residual, wrong_greedy_match])
 def test_the_chi_square_test_sees_a_wrong_verifier(wrong, generator) -> None:
-    assert p_value([wrong(generator) for _ in range(DRAWS // 4)], P) < 1e-6
+    assert p_value([wrong(generator) for _ in range(DRAWS // 4)], P) < 1e-3
 
 
 def test_the_chi_square_test_sees_a_draw_shared_by_a_batch(generator) -> None:
