@@ -49,8 +49,9 @@ def head_config(config: dict[str, Any], hidden: int) -> LlamaConfig:
     fields = {
         name: value for name, value in config.items() if name not in ("architectures", "model_type", "vocab_size")
     }
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # it has no embedding of its own
     return LlamaConfig(
-        **{**fields, "hidden_size": hidden, "num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": 0},
+        **{**fields, "hidden_size": hidden, "num_hidden_layers": 1, "vocab_size": 1, **special},
         attn_implementation="sdpa",
     )
 

@@ -8,9 +8,10 @@ from scipy.stats import chi2
 
 import decodekit
 from decodekit.core import draft_chains
-from decodekit.core.drafts import DraftRow
+from decodekit.core.drafts import DraftRow, Verified
 from decodekit.core.errors import InputError, Refused
 from decodekit.core.random import Stream
+from decodekit.core.types import BranchOutputs
 from decodekit.drafters.draft_model import DraftModel
 from decodekit.integrations.models import load_others
 from decodekit.runtime.drafting import Host
@@ -252,12 +253,11 @@ def test_forks_draft_as_their_parent_would(family) -> None:
     prompt, stream = [5, 17, 42, 8], Stream(0, 0, 0)
     parent = DraftRow(0, prompt, [9], 0, stream)
     [first] = state.propose([parent], [3])
-    state.observe([])
+    state.observe([Verified(parent, (), first, BranchOutputs(torch.empty(4, 97)))])
     state.fork({1: 0, 2: 0})
-    state.release([0])
-    rows = [DraftRow(1, prompt, [9, 30], 0, stream), DraftRow(2, prompt, [9], 0, stream)]
-    state.release([2])
-    rows[1] = DraftRow(3, prompt, [9], 0, stream)
+    state.release([0, 2])
+    # One that goes on from its parent's cache, and one that was never seen.
+    rows = [DraftRow(1, prompt, [9, 30], 0, stream), DraftRow(3, prompt, [9], 0, stream)]
     drafts = state.propose(rows, [3, 3])
     for row, draft in zip(rows, drafts, strict=True):
         expected = list(row.ids)

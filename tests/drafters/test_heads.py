@@ -53,7 +53,7 @@ def test_tokens_are_those_of_plain_decoding(tmp_path, family, name) -> None:
         plain, outputs = decode(model, **parts), decode(model, drafter, **parts)
         assert ids(outputs) == ids(plain)
         accepted(outputs)
-        assert outputs[0].stats["draft_tokens"] > 0
+        assert sum(output.stats["draft_tokens"] for output in outputs) > 0
     # The last of them, alone.
     [alone] = decode(model, drafter, PROMPTS[2:], **parts)
     assert alone.token_ids == plain[2].token_ids
