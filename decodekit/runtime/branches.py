@@ -95,7 +95,7 @@ def sessions_of(
         kept = layers if "main" in own_prompts else ()
         cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)
         if cache is not None:
-            keep_prompt = bool(kept) and plan.search is not None and plan.search.reads_prompt
+            keep_prompt = bool(kept) and any(own.reads_prompt for own in (plan.search, plan.drafter) if own is not None)
             rollbacks = plan.rolls_back
             sessions.append(
                 PagedSession(runner, cache, own_prompts, layers=kept, keep_prompt=keep_prompt, rollbacks=rollbacks)
