@@ -253,7 +253,7 @@ def test_forks_draft_as_their_parent_would(family) -> None:
     prompt, stream = [5, 17, 42, 8], Stream(0, 0, 0)
     parent = DraftRow(0, prompt, [9], 0, stream)
     [first] = state.propose([parent], [3])
-    state.observe([Verified(parent, (), first, BranchOutputs(torch.empty(4, 97)))])
+    state.observe([Verified(parent, 9, (), first, BranchOutputs(torch.empty(4, 97)))])
     state.fork({1: 0, 2: 0})
     state.release([0, 2])
     # One that goes on from its parent's cache, and one that was never seen.
