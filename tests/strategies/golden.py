@@ -1,8 +1,11 @@
 """Reference runs of transformers 4.55.4, and the models that they are of."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,3 +39,8 @@ def left_pad(prompts: list[list[int]], pad: int = 0) -> dict[str, torch.Tensor]:
 def prompt_ids(text: str) -> torch.Tensor:
     """The ids of a prompt of the demo model's runs, [1, T]."""
     return torch.tensor([next(prompt["ids"] for prompt in DEMO["meta"]["prompts"] if prompt["text"] == text)])
+
+
+def representative(values: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    """All of them as parameters, those that are not kept marked as slow: runs of the demo model take seconds each."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -8,8 +8,9 @@ from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels.layer_divergence import layer_divergence
 from decodekit.strategies.dola import Dola
 from decodekit.testing import check_strategy, tiny_model
-from tests.strategies.golden import DEMO, TINY, golden_model, left_pad, prompt_ids
+from tests.strategies.golden import DEMO, TINY, golden_model, left_pad, prompt_ids, representative
 
+DEMO_DOLA_RUNS = [name for name, golden in DEMO["single"].items() if "dola_layers" in golden["settings"]]
 DOLA_RUNS = ["dola_low", "dola_high", "dola_list", "dola_one", "dola_high_rp12"]
 
 pytestmark = pytest.mark.integration
@@ -160,9 +161,7 @@ class Noted(Dola):
 CHOSEN: list[list[int]] = []
 
 
-@pytest.mark.parametrize(
-    "run", [name for name, golden in DEMO["single"].items() if "dola_layers" in golden["settings"]]
-)
+@pytest.mark.parametrize("run", representative(DEMO_DOLA_RUNS, ["dola_low", "dola_high_rp1.2"]))
 def test_compat_gives_the_layers_and_scores_on_the_demo_model(demo, run: str) -> None:
     model, _ = demo
     options = dict(DEMO["single"][run]["settings"])

@@ -135,8 +135,10 @@ def _documents(text: str) -> Iterator[Any]:
     while (match := re.compile(r"[{\[]").search(text, place)) is not None:
         try:
             document, place = decoder.raw_decode(text, match.start())
-        except (ValueError, RecursionError):
+        except ValueError:
             place = match.end()
+        except RecursionError:  # a flood of brackets: what begins inside it is as deep
+            place = len(text) - len(text[match.end() :].lstrip("{[ \t\r\n"))
         else:
             yield document
 

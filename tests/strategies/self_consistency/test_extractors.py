@@ -53,6 +53,7 @@ def test_canonical(text: str, answer: str | None) -> None:
         ({"kind": "json_path", "path": "answer"}, '{"answer": 3} {"other": 1} {broken', "3"),
         ({"kind": "json_path", "path": "a"}, '{"a": {"y": 1, "x": 2}}', '{"x": 2, "y": 1}'),
         ({"kind": "json_path", "path": "a"}, "[" * 100_000, None),
+        ({"kind": "json_path", "path": "a"}, "[" * 100_000 + ' no: {"a": 1}', "1"),
         (lambda text: text[:1] or None, "xyz", "x"),
         (lambda text: text[:1] or None, "", None),
         (len, "abc", "3"),
