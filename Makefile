@@ -6,6 +6,9 @@ PYTHON ?= python3
 # Another torch: make TORCH=torch==2.11.0
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 OLDEST ?= 5.17.0
+# Each worker of the tests takes a core and up to 3 GB.
+WORKERS ?= 2
+PARALLEL = -n $(WORKERS) --dist worksteal
 
 RUN = .venv/bin/decodekit run
 INSTALLED = .venv/.installed
@@ -30,13 +33,15 @@ demo: install
 
 test: test-newest test-oldest
 
+# The demo model is fetched before workers could do so side by side.
 test-newest: install
-	.venv/bin/python -m pytest
+	.venv/bin/python -c 'from decodekit.integrations.models import load_model; load_model()'
+	.venv/bin/python -m pytest $(PARALLEL)
 
 # A second transformers in front of the newest one: what depends on its version runs again. Its huggingface_hub needs httpx,
 # which the newest no longer brings.
 test-oldest: $(OLDEST_SITE)
-	PYTHONPATH=$(OLDEST_SITE) .venv/bin/python -m pytest -m "integration and not slow"
+	PYTHONPATH=$(OLDEST_SITE) .venv/bin/python -m pytest $(PARALLEL) -m "integration and not slow"
 
 $(OLDEST_SITE): $(INSTALLED)
 	rm -rf $@
