@@ -42,7 +42,7 @@ def test_obeys_the_laws_of_a_strategy(small, options) -> None:
             lambda e, a: e.log_softmax(-1) - 0.3 * a.log_softmax(-1),
         ),
     ],
-    ids=str,
+    ids=["O'Brien", "O'Brien, other weights", "Li", "Li, weighted"],
 )
 def test_equals_the_formulas_of_the_papers(options, formula) -> None:
     generator = torch.Generator().manual_seed(2)
