@@ -23,7 +23,7 @@ def list_plugins(*, as_json: bool) -> int:
         return 0
     table = Table(box=None, pad_edge=False)
     for column in ("group", "kind", "distribution", "version", "status", "cost"):
-        table.add_column(column, no_wrap=column in ("group", "kind", "status"))
+        table.add_column(column, no_wrap=column != "cost", overflow="fold")
     for row in rows:
         cells = (row.group, row.kind, row.distribution, row.version, row.status, row.error or row.cost)
         table.add_row(*map(Text, cells), style=None if row.status == "ok" else "red")
@@ -41,7 +41,8 @@ def check_recipe(recipe: str, settings: Sequence[str]) -> int:
     loaded = load_recipe(recipe, set_values=settings)
     rules = ", ".join(rule.kind for rule in loaded.rules) if loaded.rules else "none"
     results.print(f"ok: strategy {loaded.strategy.kind}, rules {rules}", markup=False)
-    results.print(str(cost_of(loaded)), markup=False)
+    if (cost := cost_of(loaded)).factors or cost.unknown:
+        results.print(str(cost), markup=False)
     return 0
 
 

@@ -151,7 +151,9 @@ def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
         inner = inner.resolve(given.tokenizer)
     if given.scoring:
         return Plan(inner)  # what is scored is the distribution that tokens are chosen from
-    constrained = recipe.constraint is not None or any("constraint" in inputs for inputs in given.inputs)
+    constrained = recipe.constraint is not None or any(
+        isinstance(inputs, Mapping) and "constraint" in inputs for inputs in given.inputs
+    )
     drafter = recipe.drafter
     if drafter is not None:
         with guarded(drafter, "resolve"):

@@ -1,5 +1,6 @@
 import torch
 
+from decodekit.cache.host import HostTier
 from decodekit.cache.prefix import Prompt
 from decodekit.cache.states import Checkpoints, StateBatch, StateRef, compact, working_copy
 
@@ -33,7 +34,7 @@ def test_compacted_references_keep_what_they_are_of():
 
 
 def test_checkpoints_are_found_by_what_they_are_of():
-    saved = Checkpoints(3)
+    saved = Checkpoints(3, HostTier(0))
     saved.save(Prompt([5, 6], salt="a"), None, StateRef(batch(1, 2), 1))
     saved.save(Prompt([5, 6, 7, 8], salt="a"), None, StateRef(batch(3), 0))
     assert saved.depths(Prompt([5, 6, 7, 8, 9], salt="a")) == [2, 4]
@@ -46,7 +47,7 @@ def test_checkpoints_are_found_by_what_they_are_of():
 
 
 def test_the_longest_unused_checkpoint_goes_first():
-    saved = Checkpoints(2)
+    saved = Checkpoints(2, HostTier(0))
     for token in (5, 6):
         saved.save(Prompt([token]), None, StateRef(batch(token), 0))
     saved.get(Prompt([5, 0]), 1)

@@ -101,12 +101,20 @@ def test_a_trace_is_written(cli, recipe, tiny_folder, tmp_path) -> None:
     assert all("premature_layer" in line for line in lines[1:7])
 
 
+# Whoever runs the tests may ignore the signal, which a child inherits.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("decodekit", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_an_interrupt_keeps_what_was_finished_and_exits_130(recipe, tiny_folder, tmp_path) -> None:
     endless = recipe("generation: {max_new_tokens: 2000, suppress_tokens: [1]}\n")
     trace = tmp_path / "t.jsonl"
     arguments = ["run", endless, "a", "-m", tiny_folder, "--json", "--trace", trace]
     process = subprocess.Popen(
-        [sys.executable, "-m", "decodekit", *map(str, arguments)],
+        [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
