@@ -9,6 +9,7 @@ names, and every member fits on its own. What would not hold of the last ones al
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -180,7 +181,7 @@ class ObjectShape:
         return key
 
 
-class Grammar:
+class Grammar(ABC):
     """What the shapes of objects and arrays write their rules into."""
 
     comma: str
@@ -190,25 +191,25 @@ class Grammar:
     open_array: str
     close_array: str
 
+    @abstractmethod
     def fresh(self, prefix: str) -> str:
         """A new name of a rule."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, name: str, alternatives: list[str]) -> None:
         """Define a rule."""
-        raise NotImplementedError
 
+    @abstractmethod
     def terminal(self, body: str) -> str:
         """The name of a terminal with this body."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, formula: Formula) -> str:
         """The name of the rule for the values that fit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def productive(self, formula: Formula) -> bool:
         """Whether any value fits."""
-        raise NotImplementedError
 
 
 def _all(*conditions: str) -> str:
