@@ -61,6 +61,17 @@ def run(
 
 
 @app.command()
+def view(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl ...", help="several are shown side by side")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.html", help="the page to write")],
+) -> int:
+    """Show what decoding did, as one HTML page that works offline."""
+    from decodekit.cli.view import view_traces
+
+    return view_traces(traces, out)
+
+
+@app.command()
 def plugins(json: Json = False) -> int:
     """List every plugin, and what failed to load."""
     from decodekit.cli.listing import list_plugins

@@ -34,6 +34,8 @@ class StepRecord:
         taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
         pieces: [P] text that became certain, of tasks whose tokens are final as they come.
         places: [P] the token's place in the output.
+        walks: [P] the drafts behind each, final once all records of the forward are made.
+        nodes: [P] the node of its draft that the token is, ``None`` where it is none.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
     """
@@ -44,6 +46,8 @@ class StepRecord:
     taken: list[bool]
     pieces: list[str]
     places: list[int]
+    walks: Sequence[Walk]
+    nodes: list[int | None]
     outputs: Outputs
     picked: Picked
 
@@ -126,6 +130,7 @@ class Chooser:
         )
         picked.failures.update(dead)
         view = self._view(walks, outputs, picked)
+        nodes = [walk.agreed for walk in walks]
         pieces, committed = [""] * len(walks), [False] * len(walks)
         taken: dict[int, int] = {}
         for task, own in _by_task(walks):
@@ -159,7 +164,7 @@ class Chooser:
         self._follow(walks, picked)
         places = [len(sequence.tokens) - 1 for sequence in sequences]
         owners = [walk.task for walk in walks]
-        return StepRecord(owners, sequences, view.tokens, committed, pieces, places, outputs, picked)
+        return StepRecord(owners, sequences, view.tokens, committed, pieces, places, walks, nodes, outputs, picked)
 
     def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
         view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
@@ -215,7 +220,7 @@ class Chooser:
             draw=lambda lane: uniform(request.stream, step, SEARCH_LANE + lane),
             sample=self._pipeline.sample,
             prompt_hidden=self._prompt_hidden(task.root.row),
-            state=task.state,
+            state=task.advance.state,
         )
         try:
             advance = task.step(group)

@@ -48,6 +48,7 @@ class Loop:
     Attributes:
         chooser: from outputs to tokens.
         scorer: from outputs to scores.
+        forwards: of the model so far, each of all live rows.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Loop:
         self.tasks = tasks
         self.started = time.perf_counter()
         self.prefilled: float | None = None
+        self.forwards = 0
         self.scorer = Scoring(plan, self.sessions)
         self.chooser = Chooser(
             plan,
@@ -111,6 +113,7 @@ class Loop:
         """One forward, and all tokens that it gives."""
         self._rearrange()
         given = self._forward(live)
+        self.forwards += 1
         scores = self.scorer(given.outputs)
         for task in dict.fromkeys(task for task, _ in given.live):
             task.steps += 1

@@ -24,7 +24,7 @@ from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result, Task
 from decodekit.runtime.text import Prompt, encode, split_inputs
-from decodekit.runtime.tracing import trace_ends, trace_start, trace_step
+from decodekit.runtime.tracing import Tracer
 
 
 class TextCall:
@@ -59,6 +59,7 @@ class TextCall:
         self._prompts: list[list[int]] = []
         self._indices: list[int] = []
         self._inputs: list[dict[str, Any]] = []
+        self._texts: list[Any] = []
         self._errors: dict[int, str] = {}
         self._count = len(prompts)
         self.given_out = 0
@@ -97,6 +98,7 @@ class TextCall:
                 continue
             self._prompts.append(ids)
             self._indices.append(index)
+            self._texts.append(text)
             self._inputs.append({"text": text, **inputs} if isinstance(text, str) else inputs)
 
     def _prepare(self, prompts: Sequence[Sequence[int]]) -> compat.Prepared:
@@ -117,21 +119,24 @@ class TextCall:
             writer = TraceWriter(self._trace) if self._trace is not None else None
             call = self._call = assemble(self._model, self._prepare(self._prompts), self._recipe, self._given)
             self._stream.start(call.prepared.input_ids)
-            if writer is not None:
-                trace_start(writer, self._model.config._name_or_path, self._recipe.to_dict(), call.seed, call.tasks)
+            tracer = self._tracer(writer, call) if writer is not None else None
             for record in call.loop.run():
                 self._stream.put(record)
-                if writer is not None:
-                    trace_step(writer, record, lambda token: str(self._tokenizer.decode([token])))
+                if tracer is not None:
+                    tracer.step(record)
                 self.given_out += sum(map(len, record.pieces))
                 yield record
             self._stream.finish(call.tasks)
-            if writer is not None:
-                trace_ends(writer, call.tasks, call.outputs)
+            if tracer is not None:
+                tracer.end()
         finally:
             self._stream.end()
             if writer is not None:
                 writer.close()
+
+    def _tracer(self, writer: TraceWriter, call: Call) -> Tracer:
+        model, recipe = self._model.config._name_or_path, self._recipe.to_dict()
+        return Tracer(writer, call, self._tokenizer, model=model, recipe=recipe, prompts=self._texts)
 
     @property
     def copies(self) -> int:
