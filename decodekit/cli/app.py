@@ -72,6 +72,50 @@ def view(
 
 
 @app.command()
+def compare(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE ...", help="the others are compared with the first")],
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FILE", help="a JSONL file, a prompt and its reference a line")
+    ],
+    metric: Annotated[
+        str | None, typer.Option("--metric", metavar="NAME", help="number, contains, or a utility such as exact, chrf")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", metavar="TEXT", help="the prompt, with {fields} of a line")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option("--reference", metavar="FIELD", help="the field with what is expected")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many lines")] = None,
+    model: Model = None,
+    settings: Settings = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="rows that are decoded side by side")] = 10,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="where rows, report and plot go")] = Path(
+        "compare"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="go on with what is in DIR")] = False,
+    json: Json = False,
+) -> int:
+    """Say what recipes gain on a data file, what they cost, and whether plain samples would gain as much."""
+    from decodekit.cli.compare import compare_recipes
+
+    return compare_recipes(
+        recipes,
+        data=data,
+        metric=metric,
+        template=template,
+        reference=reference,
+        limit=limit,
+        model=model,
+        settings=settings or [],
+        batch=batch,
+        out=out,
+        resume=resume,
+        as_json_document=json,
+    )
+
+
+@app.command()
 def plugins(json: Json = False) -> int:
     """List every plugin, and what failed to load."""
     from decodekit.cli.listing import list_plugins

@@ -227,6 +227,18 @@ def _path(call: Call) -> str:
     )
 
 
+def _memory(call: Call) -> dict[str, int]:
+    """Blocks and bytes of K/V that the rows of a call took at most, where its caches are paged."""
+    blocks, size = 0, 0
+    for session in call.loop.sessions:
+        if isinstance(session.cache, PagedCache):
+            stats = session.cache.stats()
+            peak = sum(group["peak"] for group in stats["groups"])
+            blocks += peak
+            size += stats["kv_bytes"] * peak // max(1, sum(group["num_blocks"] for group in stats["groups"]))
+    return {"kv_blocks": blocks, "kv_bytes": size} if blocks else {}
+
+
 def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
     """Counts and seconds of one output; what its task forwarded went through every branch and candidate."""
     loop, times = call.loop, sequence.times
@@ -237,6 +249,7 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "draft_tokens": 0,
         "accepted_tokens": 0,
         "path": _path(call),
+        **_memory(call),
     }
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)
