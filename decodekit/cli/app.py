@@ -153,7 +153,7 @@ def export(
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="rule or strategy")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="rule, strategy, constraint, drafter, scorer or utility")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="the plugin's name, such as top_secret")],
 ) -> int:
     """Write a plugin package whose tests pass at once."""

@@ -83,17 +83,27 @@ def test_a_folder_that_is_not_empty_is_left_alone(cli, recipe, tmp_path) -> None
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["keep"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("rule", "hush"), ("strategy", "two_words")])
-def test_a_new_plugin_installs_and_its_tests_pass(cli, tmp_path, kind, name) -> None:
-    result = cli("new", kind, name)
-    assert result.code == 0, result.err
-    folder = tmp_path / f"decodekit-{name.replace('_', '-')}"
+NEW = {
+    "rule": "hush",
+    "strategy": "two_words",
+    "constraint": "pin",
+    "drafter": "echo",
+    "scorer": "brief",
+    "utility": "overlap",
+}
+
+
+def test_new_plugins_install_and_their_tests_pass(cli, tmp_path) -> None:
+    for kind, name in NEW.items():
+        result = cli("new", kind, name)
+        assert result.code == 0, result.err
+    folders = [str(tmp_path / f"decodekit-{name.replace('_', '-')}") for name in NEW.values()]
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(folder)]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *folders]
     subprocess.run(install, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(folder)],
+        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *folders],
         capture_output=True,
         text=True,
         env=environment,
@@ -105,7 +115,9 @@ def test_a_new_plugin_installs_and_its_tests_pass(cli, tmp_path, kind, name) -> 
             [sys.executable, "-m", "decodekit", "plugins", "--json"], capture_output=True, env=environment, check=True
         ).stdout
     )
-    assert [row["status"] for row in rows if row["kind"] == name] == ["ok"]
+    assert {row["kind"]: row["status"] for row in rows if row["kind"] in NEW.values()} == dict.fromkeys(
+        NEW.values(), "ok"
+    )
 
 
 @pytest.mark.parametrize(
