@@ -72,6 +72,28 @@ def view(
 
 
 @app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="what run --trace wrote")],
+    at: Annotated[int, typer.Option("--at", metavar="N", min=0, help="the first token that may differ, from 0")],
+    settings: Settings = None,
+    row: Annotated[int, typer.Option("--row", metavar="R", min=0, help="which row of the trace")] = 0,
+    model: Model = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="NEW.jsonl", help="the new trace; beside the old one if left out"),
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--view", metavar="OUT.html", help="write a page with both")] = None,
+    json: Json = False,
+) -> int:
+    """Decode a traced row again from one token on, with other settings, and show both continuations."""
+    from decodekit.cli.replay import replay_trace
+
+    return replay_trace(
+        trace, at=at, settings=settings or [], row=row, model=model, out=out, page_to=page, as_json=json
+    )
+
+
+@app.command()
 def compare(
     recipes: Annotated[list[str], typer.Argument(metavar="RECIPE ...", help="the others are compared with the first")],
     data: Annotated[

@@ -1,7 +1,9 @@
 """The trace: a JSONL file of what decoding did, one header, then a record a token and a record an event.
 
-Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "prompt_ids", "prompts", "rows": [{"prompt",
-"seed", "sample"}, ...]}``, ``prompts`` the texts, where they are known, the last three one entry a row.
+Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "raw", "prompt_ids", "prompts", "inputs",
+"rows": [{"prompt", "seed", "sample"}, ...]}``: whether prompts skipped the chat template, then an entry a row, of ``prompts``
+the texts or chats and of ``inputs`` what came with them (a context, for example). A replay has ``replay``: ``{"of", "row",
+"at", "set"}``, the trace and row that it follows up to token ``at``, and what is set differently.
 
 Token record: ``{"type": "token", "prompt", "row", "position", "id", "text", "prob", "entropy", "legal", "shift", "branches",
 "alternatives"}``, ``draft``, the number of the node that it is, where it was drafted, and what the strategy notes
@@ -66,7 +68,7 @@ class TraceWriter:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(record, ensure_ascii=False, default=repr) + "\n")
         self._file.flush()
 
 

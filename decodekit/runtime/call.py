@@ -38,6 +38,21 @@ BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping")
 """Options of generate that are a search strategy's own."""
 
 
+@dataclass(frozen=True)
+class Replay:
+    """The output that a row is to begin with, whatever would have been chosen.
+
+    Attributes:
+        tokens: its ids.
+        sample: the row's sample index, so that it draws as it did.
+        told: what the trace says about it.
+    """
+
+    tokens: Sequence[int]
+    sample: int = 0
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
 @dataclass
 class Given:
     """What a Decoder was given beside the prompts.
@@ -53,6 +68,7 @@ class Given:
         scoring: given tokens are to be scored, all positions at once.
         named: options of the recipe that the call itself named.
         prompts: which of the caller's prompts each of the call's is; all of them if empty.
+        replay: what every row begins with, if anything.
     """
 
     tokenizer: Any = None
@@ -65,6 +81,7 @@ class Given:
     scoring: bool = False
     named: frozenset[str] = frozenset()
     prompts: Sequence[int] = ()
+    replay: Replay | None = None
 
 
 @dataclass
@@ -113,6 +130,11 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     _check_tokenizer(settings, plan, given)
     context = context_length(model, recipe, prepared.model_kwargs.get(compat.CACHE_KEY))
     sequences = _sequences(prepared, settings, given, prompts, seed, started, plan, context)
+    if given.replay is not None:
+        for sequence in sequences:
+            stream = sequence.request.stream._replace(sample=given.replay.sample)
+            sequence.request = dataclasses.replace(sequence.request, stream=stream)
+            sequence.given = given.replay.tokens
     if plan.constrained:
         _constrain(model, recipe, settings, given, sequences)
     sessions = sessions_of(model, plan, prepared, recipe, settings, sequences, given.models, scoring=given.scoring)

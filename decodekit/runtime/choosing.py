@@ -168,12 +168,18 @@ class Chooser:
 
     def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
         view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
-        chosen = picked.tokens.unsqueeze(-1)
-        if self.speculation is not None:
-            for position, walk in enumerate(walks):
-                if len(walk.draft):
-                    logits, own = picked.final[position], view.tokens[position]
-                    view.tokens[position] = self.speculation.choose(walk, logits, own, sample=self._pipeline.sample)
+        chosen, other = picked.tokens.unsqueeze(-1), False
+        for position, walk in enumerate(walks):
+            given, place = walk.sequence.given, len(walk.sequence.tokens)
+            if place < len(given):
+                view.tokens[position], other = given[place], True
+                picked.failures.pop(position, None)
+                walk.agreed = walk.draft.child(walk.node, given[place])
+            elif self.speculation is not None and len(walk.draft):
+                logits, own = picked.final[position], view.tokens[position]
+                view.tokens[position] = self.speculation.choose(walk, logits, own, sample=self._pipeline.sample)
+                other = True
+        if other:
             chosen = torch.tensor(view.tokens, device=chosen.device).unsqueeze(-1)
         if self._keep_logprobs:
             view.final = picked.final.log_softmax(-1)

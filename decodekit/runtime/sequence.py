@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class SequenceState:
         states: a rule, its state.
         times: when each token was committed, ``time.perf_counter`` seconds.
         constraint: its place in the language that it must belong to.
+        given: the tokens that it begins with, whatever would have been chosen.
     """
 
     request: Request
@@ -53,6 +55,7 @@ class SequenceState:
     states: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     constraint: RowConstraint | None = None
+    given: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 

@@ -18,7 +18,7 @@ from decodekit.core.types import Output
 from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
 from decodekit.runtime.branches import left_pad, too_long
 from decodekit.runtime.caches import context_length
-from decodekit.runtime.call import Call, Given, assemble
+from decodekit.runtime.call import Call, Given, Replay, assemble
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
@@ -55,6 +55,7 @@ class TextCall:
         raw = bool(options.pop("raw", False))
         self._stream = Stream(options.pop("streamer", None))
         self._trace: str | Path | None = options.pop("trace", None)
+        replay: Replay | None = options.pop("replay", None)
         named = {name: options.pop(name) for name in list(options) if name in Generation.model_fields}
         self._prompts: list[list[int]] = []
         self._indices: list[int] = []
@@ -83,6 +84,7 @@ class TextCall:
             keep_stages=self._trace is not None,
             named=frozenset(named),
             prompts=self._indices,
+            replay=replay,
         )
 
     def _read(self, prompts: Sequence[Prompt], *, raw: bool) -> None:
@@ -136,7 +138,7 @@ class TextCall:
 
     def _tracer(self, writer: TraceWriter, call: Call) -> Tracer:
         model, recipe = self._model.config._name_or_path, self._recipe.to_dict()
-        return Tracer(writer, call, self._tokenizer, model=model, recipe=recipe, prompts=self._texts)
+        return Tracer(writer, call, self._tokenizer, model=model, recipe=recipe, prompts=self._texts, given=self._given)
 
     @property
     def copies(self) -> int:

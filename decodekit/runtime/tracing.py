@@ -11,7 +11,7 @@ from torch import Tensor
 from decodekit.cache.paged import PagedCache
 from decodekit.core.trace import TraceWriter
 from decodekit.kernels.layer_divergence import layer_divergence
-from decodekit.runtime.call import Call
+from decodekit.runtime.call import Call, Given
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.speculation import Walk
 from decodekit.runtime.tasks import SearchTask
@@ -30,6 +30,7 @@ class Tracer:
         model: the model's name.
         recipe: the recipe, plain data.
         prompts: the texts or chats of the call's prompts.
+        given: what the call was given beside them.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Tracer:
         model: str,
         recipe: dict[str, Any],
         prompts: Sequence[Any],
+        given: Given,
     ) -> None:
         self._writer, self._call, self._tokenizer = writer, call, tokenizer
         self._forwards = 0
@@ -52,11 +54,14 @@ class Tracer:
             seed=call.seed,
             prompt_ids=[list(request.prompt_ids) for request in requests],
             prompts=[prompts[order.index(request.prompt)] for request in requests],
+            raw=given.raw,
+            inputs=[{name: own for name, own in request.inputs.items() if name != "text"} for request in requests],
             # A row's own seed and sample index, with its prompt, name all its draws.
             rows=[
                 {"prompt": request.prompt, "seed": request.stream.seed, "sample": request.stream.sample}
                 for request in requests
             ],
+            **({} if given.replay is None else {"replay": given.replay.told}),
         )
 
     def step(self, record: StepRecord) -> None:

@@ -318,7 +318,7 @@ function draw(trace, other) {
     const index = header.rows.findIndex((row) => row.prompt === prompt), text = header.prompts?.[index];
     section.append(el("div", { class: "prompt" }, typeof text === "string" ? text : JSON.stringify(text ?? header.prompt_ids[index])));
     for (const own of trace.rows.values()) {
-      const beside = other && [...other.rows.values()].find((row) => row.row === own.row)?.tokens;
+      const beside = other && other.rows.get(header.replay?.row ?? own.row)?.tokens;
       if (own.prompt === prompt) section.append(tokenRow(own, header.replay?.at, beside));
     }
     for (const told of trace.candidates) if (told.prompt === prompt && !trace.searches.has(told.row)) section.append(...candidatesView(trace, told));
