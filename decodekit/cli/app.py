@@ -93,6 +93,27 @@ def replay(
     )
 
 
+@app.command("eval")
+def evaluate(
+    recipe: RecipeFile,
+    task: Annotated[
+        str, typer.Option("--task", metavar="NAME", help="of lm-evaluation-harness, or a task's YAML file")
+    ],
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many documents")] = None,
+    model: Model = None,
+    settings: Settings = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="requests that are run side by side")] = 8,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    json: Json = False,
+) -> int:
+    """Evaluate a recipe on a task of lm-evaluation-harness (pip install 'decodekit[eval]')."""
+    from decodekit.cli.evaluate import evaluate_recipe
+
+    return evaluate_recipe(
+        recipe, task=task, limit=limit, model=model, settings=settings or [], batch=batch, raw=raw, as_json=json
+    )
+
+
 @app.command()
 def compare(
     recipes: Annotated[list[str], typer.Argument(metavar="RECIPE ...", help="the others are compared with the first")],

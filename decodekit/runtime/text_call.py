@@ -20,6 +20,7 @@ from decodekit.runtime.branches import left_pad, too_long
 from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import Call, Given, Replay, assemble
 from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.scoring import Scored
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result, Task
@@ -178,8 +179,13 @@ class TextCall:
             error=None if sequence.error is None else f"prompt {sequence.request.prompt}: {sequence.error}",
         )
 
-    def score(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of these tokens, [R] of any numbers, each after its prompt."""
+    def score(self, tokens: Sequence[Sequence[int]]) -> list[list[Scored]]:
+        """The log-probabilities of these tokens, [R] of any numbers, each after its prompt.
+
+        Raises:
+            InputError: a prompt cannot be read, or is too long with its tokens.
+            RowError: no distribution is left at some position.
+        """
         if self._errors:
             raise InputError(next(iter(self._errors.values())))
         # Rows whose tokens are all known, in one forward.
