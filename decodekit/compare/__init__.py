@@ -28,6 +28,8 @@ POOL = "samples"
 """The run of plain samples."""
 TEMPERATURE = 0.7
 MOST_SAMPLES = 64
+ENDINGS = ("eos_token_id", "stop_strings", "suppress_tokens", "min_new_tokens")
+"""Options of the first recipe that plain decoding has, too: they say when an output is over."""
 
 Status = Callable[[str], None]
 
@@ -89,9 +91,10 @@ class Comparison:
     ) -> None:
         self._recipes, self._rows, self._metric = recipes, rows, metric
         self._progress, self._batch = progress, batch
-        lengths = [recipe.generation.max_new_tokens for recipe in recipes.values()]
-        options = {"max_new_tokens": max(lengths)} if all(lengths) else {}  # type: ignore[type-var]
-        self._options = {**options, "do_sample": False}
+        first = next(iter(recipes.values())).generation
+        given = first.model_dump(include=set(ENDINGS), exclude_none=True)
+        lengths = [recipe.generation.max_new_tokens or 0 for recipe in recipes.values()]
+        self._options = {**given, **({"max_new_tokens": max(lengths)} if all(lengths) else {}), "do_sample": False}
 
     def run(self, model: Any, tokenizer: Any, models: Mapping[str, Mapping[str, Any]], status: Status) -> None:
         """Decode what has not been decoded yet; the recipes take turns, so that a part of the rows is a comparison too.
