@@ -52,6 +52,26 @@ def test_an_exported_folder_runs_with_generate(cli, recipe, tiny_folder, tmp_pat
     assert shorter.shape[1] == ids.shape[1] + 2
 
 
+@pytest.mark.integration
+def test_a_recipe_travels_in_the_models_generation_config(cli, recipe, tiny_folder, tmp_path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+    decoder = decodekit.load({"strategy": {"kind": "dola", "layers": [0, 1]}, "generation": {"max_new_tokens": 5}})
+    model.generation_config.decodekit = decoder.recipe.to_dict()
+    for own in (model, tokenizer):
+        own.save_pretrained(tmp_path / "shared")
+    result = cli("run", "shared/generation_config.json", "Who won?", "-m", "shared", "--json")
+    assert result.code == 0, result.err
+    [expected] = decoder.run(model, tokenizer, ["Who won?"])
+    assert result.json[0]["token_ids"] == expected.token_ids
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "shared")
+    inputs = tokenizer("Who won?", return_tensors="pt")
+    carried = decodekit.load(tmp_path / "shared/generation_config.json")
+    assert again.generate(**inputs, custom_generate=carried)[0].tolist()[-5:] == expected.token_ids
+    bare = cli("run", tiny_folder / "generation_config.json", "a", "-m", tiny_folder)
+    assert bare.code == 2
+    assert "holds no recipe" in bare.err
+
+
 def test_a_text_of_the_recipe_cannot_become_code(cli, recipe, tmp_path) -> None:
     words = "'''+str(__import__('os').system('touch PWNED'))+r'''"
     cli("export", recipe(json.dumps({"rules": [{"kind": "bad_words", "words": [words]}]})), tmp_path / "shared")
