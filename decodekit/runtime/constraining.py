@@ -245,14 +245,14 @@ class RowConstraint:
         """Whether the limit is so far that any way to go on leaves time to end; where an engine counts exactly, it says so.
 
         Far is four times the tokens that an end takes now, and 64 more; the next look is when an eighth of what lies between
-        is used up.
+        is used up, or of what is left where no end was found.
         """
         if self._compiled.counts_exactly or self._left <= _NEAR:
             return False
         if self._left > self._look:
             return True
         needed = self._state.min_tokens_to_accept(self._left)
-        spare = -1 if needed is None else self._left - 4 * needed - _NEAR
+        spare = self._left if needed is None else self._left - 4 * needed - _NEAR
         self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
         return spare >= 0
 
