@@ -60,6 +60,33 @@ def run(
     return run_recipe(recipe, prompts or [], model=model, settings=settings or [], raw=raw, trace=trace, as_json=json)
 
 
+@app.command("map")
+def map_command(
+    recipe: RecipeFile,
+    source: Annotated[str, typer.Argument(metavar="IN", help="a JSONL file of rows: id, prompt; - for standard input")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="a JSONL file; - for standard output")],
+    model: Model = None,
+    settings: Settings = None,
+    template: Annotated[
+        str | None, typer.Option("--template", metavar="TEXT", help="the prompt, with {field} for fields of the row")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the rows that OUT lacks")] = False,
+    unordered: Annotated[bool, typer.Option("--unordered", help="write rows as they end")] = False,
+    budget: Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="of the caches, such as 4GiB")] = None,
+    slots: Annotated[int, typer.Option("--slots", metavar="N", min=1, help="most rows decoded at once")] = 64,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="run on this Ray cluster; 'local' starts one here")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Decode every row of a JSONL file as a recipe says."""
+    from decodekit.cli.map import Options, map_rows
+
+    options = Options(model, settings or [], template, raw, resume, unordered, budget, slots, ray, json)
+    return map_rows(recipe, source, target, options)
+
+
 @app.command()
 def plugins(json: Json = False) -> int:
     """List every plugin, and what failed to load."""

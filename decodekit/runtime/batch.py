@@ -1,0 +1,416 @@
+"""All requests that are decoded now: their lanes and sessions, and the steps of the loop that they share."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from decodekit.cache.ledger import ledger
+from decodekit.cache.paged import PagedCache
+from decodekit.core import compat
+from decodekit.core.errors import InputError, Refused
+from decodekit.core.units import format_bytes, parse_bytes
+from decodekit.recipe import PagedSpec
+from decodekit.runtime.branches import branches_of, other_model
+from decodekit.runtime.call import make_lane, speculate, steps_of
+from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.intake import Intake, renumbered
+from decodekit.runtime.jobs import Job, Prompts
+from decodekit.runtime.lane import Lane, Turn
+from decodekit.runtime.loop import Loop
+from decodekit.runtime.paged_session import PagedSession
+from decodekit.runtime.processors import OptionStep
+from decodekit.runtime.scheduler import AHEAD, Rules, Scheduler
+from decodekit.runtime.sequence import SequenceState
+from decodekit.runtime.work import Work
+
+_LOG = logging.getLogger(__name__)
+_KEPT_LANES = 16
+_DEFAULT_BUDGET = 4 << 30
+
+
+class _Known(NamedTuple):
+    """A lane, and what requests agree in that are decoded in it."""
+
+    kind: Any
+    steps: list[str]
+    lane: Lane
+
+
+class _SharedLoop(Loop):
+    """The loop, where what fails for all requests of a lane is tried for each alone."""
+
+    @override
+    def choose(self, turn: Turn) -> list[StepRecord]:
+        try:
+            return turn.choose()
+        except Exception:
+            return turn.choose_alone()
+
+
+class Batch:
+    """The requests of an engine.
+
+    Args:
+        model: the model.
+        intake: reads what is submitted.
+        rules: what the scheduler goes by.
+        budget: most bytes of K/V and states.
+        prefix_cache: let prompts reuse the blocks of earlier ones.
+        offload: put requests aside on the host instead of computing them again.
+
+    Attributes:
+        sessions: what runs the branches, one a model.
+        scheduler: who is decoded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        intake: Intake,
+        rules: Rules,
+        *,
+        budget: int | str | None,
+        prefix_cache: bool,
+        offload: bool,
+    ) -> None:
+        spec = intake.recipe.cache
+        if not isinstance(spec, PagedSpec):
+            raise Refused("an engine keeps K/V in blocks; leave cache out of its recipe, or say cache: paged")
+        self._model, self._intake, self._spec, self._offload = model, intake, spec, offload
+        self._prefix_cache, self._rules = prefix_cache, rules
+        self._blocks = self._count_blocks(budget if budget is not None else spec.budget)
+        self._models = ["main"]
+        self.sessions: list[PagedSession] = [self._session(model)]
+        self.loop = _SharedLoop(self.sessions, [])
+        self.loop.sessions = self.sessions  # type: ignore[assignment]  # one list, which grows
+        self.scheduler = Scheduler(rules, self.sessions)
+        self._rows = itertools.count()
+        self._known: list[_Known] = []
+        self._counts = {"steps": 0, "tokens": 0, "preemptions": 0, "step_s": 0.0}
+        self._spare = 0
+        self.optimized = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens chosen so far."""
+        return int(self._counts["tokens"])
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not over."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def rows(self, work: Work) -> tuple[list[SequenceState], list[Prompts]]:
+        """The rows of a request, under numbers of their own, and the prompts of their branches by session.
+
+        Raises:
+            InputError: it cannot have its branches.
+        """
+        templates, prompts = list[SequenceState](), list[Prompts]()
+        for sequence in work.sequences:
+            template = renumbered(sequence, next(self._rows))
+            own = branches_of(
+                work.plan.strategy, template, lambda branch: compat.context_length(self._model_of(branch.model, work))
+            )
+            if template.error is not None:
+                raise InputError(template.error)
+            by_session: dict[int, dict[str, tuple[int, ...]]] = {}
+            for name, branch in own.items():
+                by_session.setdefault(self._number(branch.model, work), {})[name] = branch.prompt_ids
+            templates.append(template)
+            prompts.append(by_session)
+        work.sequences = templates
+        return templates, prompts
+
+    def add(self, job: Job) -> None:
+        """Queue a request."""
+        self._enter(job)
+        self.scheduler.waiting.append(job)
+
+    def cancel(self, job: Job) -> None:
+        """End a request where it stands; its blocks are free at once."""
+        for task in job.tasks:
+            task.finish()
+        self._end(job)
+        self.loop.rearrange()
+
+    def step(self) -> None:
+        """Take in who fits, put aside whom there are no blocks for, and decode a step."""
+        started = time.perf_counter()
+        try:
+            self._expire(started)
+            crowded = self._make_room()
+            if not crowded:
+                self._admit()
+                self._make_room()
+            if self.scheduler.running:
+                records = self._forward()
+                self._counts["steps"] += 1
+                self._counts["tokens"] += sum(sum(record.taken) for record in records)
+            self._collect()
+        except Exception as error:
+            _LOG.exception("a step of the engine failed")
+            self._recover(f"a step failed: {type(error).__name__}: {error}")
+        except BaseException:
+            self._recover(None)
+            raise
+        self._counts["step_s"] += time.perf_counter() - started
+
+    def stats(self) -> dict[str, Any]:
+        """Counts so far, who waits and runs, and the figures of each model's cache."""
+        caches = {name: session.cache.stats() for name, session in zip(self._models, self.sessions, strict=True)}
+        queue = {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
+        return {**self._counts, **queue, "num_blocks": self._blocks, "caches": caches}
+
+    def close(self) -> None:
+        """Give back what the lanes and sessions hold."""
+        self.loop.close()
+        self._known, self.loop.lanes = [], []
+
+    def _forward(self) -> list[StepRecord]:
+        layers = tuple(dict.fromkeys(layer for lane in self.loop.lanes if lane.tasks for layer in lane.layers))
+        if layers != self.sessions[0].layers:
+            self.sessions[0].keep_layers(layers)
+        for session in self.sessions:
+            session.record(self.loop.speculates)
+        return self.loop.step(self._budget(), self._room)
+
+    def _budget(self) -> int:
+        """Tokens of prompts in this step: what the decoding rows leave, and a block at least, so that nobody waits for ever."""
+        decoding = sum(sequence.row in self.loop.held for job in self.scheduler.running for sequence in job.live)
+        return max(self._rules.tokens - decoding, self._spec.block_size)
+
+    def _room(self, sequence: SequenceState) -> int:
+        """Tokens that may be drafted for a sequence: none where blocks are short."""
+        drafted = next(known.lane for known in self._known if any(sequence in task.live for task in known.lane.tasks))
+        most = drafted.plan.drafted
+        tokens = most or AHEAD
+        cost = (-(-tokens // self._spec.block_size) + 1 + 2 * most) * len(self.sessions[0].branches(sequence.row))
+        if cost > self._spare:
+            return 0
+        self._spare -= cost
+        return tokens
+
+    def _expire(self, now: float) -> None:
+        for job in [*self.scheduler.running, *self.scheduler.waiting]:
+            if now >= job.deadline:
+                for task in job.tasks:
+                    for sequence in task.live:
+                        sequence.finish("time")
+                    task.finish()
+                self._end(job)
+
+    def _make_room(self) -> bool:
+        """Put requests aside until those that run have blocks for a step; whether any was."""
+        crowded = False
+        while True:
+            self.loop.rearrange()
+            stepping = [own.row for job in self.scheduler.running for own in job.live if own.row in self.loop.held]
+            feeding = [own.row for job in self.scheduler.running for own in job.live if own.row not in self.loop.held]
+            budget = self._budget()
+            missing = max(session.missing(stepping, feeding, budget) for session in self.sessions)
+            self._spare = -missing
+            if missing <= 0 or (victim := self.scheduler.victim()) is None:
+                return crowded
+            self._put_aside(victim)
+            crowded = True
+
+    def _admit(self) -> None:
+        for job in self.scheduler.next():
+            if self.scheduler.fits(job):
+                self._take_in(job)
+                continue
+            for other in self.scheduler.displaced(job):
+                self._put_aside(other)
+            self.loop.rearrange()
+            if self.scheduler.fits(job):
+                self._take_in(job)
+            elif self.scheduler.holds_back(job):
+                break
+        for job in self.scheduler.waiting:
+            job.waited += 1
+
+    def _take_in(self, job: Job) -> None:
+        assert job.lane is not None
+        self.scheduler.waiting.remove(job)
+        self.scheduler.running.append(job)
+        job.admitted = job.admitted or time.perf_counter()
+        job.lane.tasks += job.tasks
+        for task in job.tasks:
+            if task.root.tokens:
+                job.lane.chooser.again(task.root)
+            else:
+                job.lane.chooser.add(task)
+        if job.aside:
+            for row, asides in job.aside.items():
+                for session, aside in zip(self.sessions, asides, strict=True):
+                    session.resume(row, aside)
+                self.loop.known.add(row)
+                self.loop.held.add(row)
+            job.aside = {}
+            return
+        histories = job.histories()
+        for number, session in enumerate(self.sessions):
+            for row, prompts in histories:
+                if number in prompts:
+                    session.expect(row, prompts[number], keep_prompt=number == 0 and job.work.plan.reads_prompt)
+            session.open([row for row, _ in histories])
+        self.loop.known.update(row for row, _ in histories)
+
+    def _put_aside(self, job: Job) -> None:
+        assert job.lane is not None
+        job.blocks = max(job.blocks, self._held(job))
+        job.preempted += 1
+        self._counts["preemptions"] += 1
+        self.scheduler.running.remove(job)
+        self.scheduler.waiting.append(job)
+        job.lane.tasks = [task for task in job.lane.tasks if task not in job.tasks]
+        if self._offload and all(own.row in self.loop.held and own.tokens for own in job.live):
+            for row in job.held:
+                job.aside[row] = [session.suspend(row) for session in self.sessions]
+                self.loop.known.discard(row)
+                self.loop.held.discard(row)
+
+    def _collect(self) -> None:
+        for job in [*self.scheduler.running]:
+            if not job.live:
+                self._end(job)
+        self.loop.rearrange()
+
+    def _end(self, job: Job) -> None:
+        """A request is over: count, make its outputs, leave its lane."""
+        assert job.lane is not None
+        job.blocks = max(job.blocks, self._held(job))
+        lane, counted = job.lane, []
+        for task in job.tasks:
+            own: dict[str, Any] = {}
+            if lane.speculation is not None:
+                own |= lane.speculation.stats(sorted(task.rows))
+                lane.speculation.forget(task.rows)
+            own["forwarded_tokens"] = sum(
+                session.forwarded.pop(row, 0) for session in self.sessions for row in task.rows
+            )
+            paths = sorted({path for session in self.sessions for path in session.cache.paths})
+            counted.append(own | {"path": ", ".join(paths) or "torch"})
+        job.finish(counted)
+        job.aside = {}
+        lane.tasks = [task for task in lane.tasks if task not in job.tasks]
+        for _, step in lane.pipeline.steps:
+            if isinstance(step, OptionStep):
+                for template in job.templates:
+                    step.processors.pop(template.row, None)
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            if job in queue:
+                queue.remove(job)
+
+    def _held(self, job: Job) -> int:
+        rows = sorted({row for task in job.tasks for row in task.rows})
+        return sum(len(blocks) for session in self.sessions for blocks in session.blocks(rows))
+
+    def _recover(self, why: str | None) -> None:
+        """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""
+        ran = [*self.scheduler.running]
+        for session in self.sessions:
+            session.clear()
+        self.loop.known, self.loop.held = set(), set()
+        self.close()
+        for job in ran:
+            if why is not None:
+                for task in job.tasks:
+                    task.fail(why)
+                self._end(job)
+                continue
+            self.scheduler.running.remove(job)
+            job.restart()
+            self.scheduler.waiting.insert(0, job)
+        for job in self.scheduler.waiting:
+            job.aside = {}
+            self._enter(job)
+
+    def _enter(self, job: Job) -> None:
+        """Find the lane of a request, or make it."""
+        work, kind = job.work, self._intake.kind(job.work)
+        steps = steps_of(self._model, work)
+        names = [name for name, _ in steps]
+        for known in self._known:
+            if known.kind == kind and known.steps == names:
+                job.lane = known.lane
+                for (_, mine), (_, new) in zip(known.lane.pipeline.steps, steps, strict=True):
+                    if isinstance(mine, OptionStep) and isinstance(new, OptionStep):
+                        mine.processors |= new.processors
+                return
+        job.lane = make_lane(self._model, work, self.sessions, self._rows.__next__, steps=steps, confines=Exception)
+        speculate(job.lane, self._model, work.given, self.sessions, self._blocks * self._spec.block_size)
+        idle = [known for known in self._known if not (self._wanted(known.lane) or known.lane.holds)]
+        for known in idle[: max(0, len(idle) - _KEPT_LANES)]:
+            self._known.remove(known)
+            if known.lane.speculation is not None:
+                known.lane.speculation.close()
+        self._known.append(_Known(kind, names, job.lane))
+        self.loop.lanes = [known.lane for known in self._known]
+
+    def _wanted(self, lane: Lane) -> bool:
+        return any(job.lane is lane for job in [*self.scheduler.running, *self.scheduler.waiting])
+
+    def _model_of(self, name: str, work: Work) -> Any:
+        return (
+            self._model if name == "main" else other_model(self._model, name, work.plan.strategy, self._intake.models)
+        )
+
+    def _number(self, name: str, work: Work) -> int:
+        """The number of the session that runs this model."""
+        if name not in self._models:
+            self.sessions.append(self._session(self._model_of(name, work)))
+            self._models.append(name)
+        return self._models.index(name)
+
+    def _session(self, model: Any) -> PagedSession:
+        spec = self._spec
+        cache = PagedCache(
+            model.config,
+            num_blocks=self._blocks,
+            block_size=spec.block_size,
+            device=model.device,
+            quantization=spec.quantization,
+            prefix_cache=self._prefix_cache,
+            keep_gathered=False,
+            sinks=0 if spec.window is None else spec.sinks,
+            window=spec.window,
+        )
+        return PagedSession(model, cache)
+
+    def _count_blocks(self, budget: int | str | None) -> int:
+        """Blocks of each cache group that the budget holds beside the states of all slots, for all models together."""
+        size, block, states = self._spec.block_size, 0, 0
+        for model in (self._model, *self._intake.models.values()):
+            own = model[0] if isinstance(model, tuple) else model
+            counted = ledger(
+                own.config,
+                context=size,
+                batch=1,
+                dtype=own.dtype,
+                block_size=size,
+                quantization=self._spec.quantization,
+            )
+            block += counted.kv_bytes_per_token * size + counted.scale_bytes_per_block
+            states += counted.state_bytes_per_request + counted.conv_bytes_per_request
+        if budget is None:
+            budget = _DEFAULT_BUDGET
+            if self._model.device.type == "cuda":
+                budget = int(0.8 * torch.cuda.mem_get_info(self._model.device)[0])
+        available = parse_bytes(budget) - states * self._rules.slots
+        if (block and available < block) or available < 0:
+            raise InputError(
+                f"budget {format_bytes(parse_bytes(budget))} holds no block of {size} tokens ({format_bytes(block)}) beside "
+                f"the states of {self._rules.slots} slots ({format_bytes(states * self._rules.slots)}); raise it, or ask for "
+                "fewer slots"
+            )
+        context = compat.context_length(self._model)
+        most = available // block if block else 1
+        return min(most, self._rules.slots * -(-context // size)) if context is not None and block else most
