@@ -117,9 +117,6 @@ class Turn:
             rooms = None if room is None else [room(own) for own in sequences]
             self.drafts = speculation.propose(sequences, rooms)
             self.fan = speculation.fan_out(sequences, self.drafts)
-        for sequence in sequences:
-            if sequence.constraint is not None:
-                sequence.constraint.prefetch()
 
     def take(self, stepped: Parts, first: Parts, through: Collection[int], seconds: float) -> None:
         """Take what the forwards gave.

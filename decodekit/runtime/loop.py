@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import torch
 
 from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.constraining import leaves_a_core
 from decodekit.runtime.lane import Lane, Live, Parts, Turn, merged
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import Session
@@ -81,6 +82,10 @@ class Loop:
         forks = {row: parent for turn in turns for row, parent in turn.fan.forks.items()}
         for session in self.sessions:
             session.rearrange(forks, ())
+        if leaves_a_core(self.sessions[0].model.device):
+            for _, sequence in (own for turn in turns for own in turn.stepping):
+                if sequence.constraint is not None:
+                    sequence.constraint.prefetch()
         self._forward(turns, budget)
         records = [record for turn in turns for record in self.choose(turn)]
         self._settle(turns)

@@ -70,7 +70,9 @@ def test_bad_input_is_one_line(cli, config, arguments, message):
 
 def test_a_workload_is_replayed(cli, tiny_folder, tmp_path):
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"prompt_tokens": 20 + n, "output_tokens": 5 + n * 7 % 19}) + "\n" for n in range(20)))
+    trace.write_text(
+        "".join(json.dumps({"prompt_tokens": 20 + n, "output_tokens": 5 + n * 7 % 19}) + "\n" for n in range(20))
+    )
     asked = ("plan", "-m", tiny_folder, "--context", 64, "--batch", 4, "--workload", trace)
     document = cli(*asked, "--budget", "1MiB", "--json").json
     assert [way["way"].split(",")[0] for way in document["ways"]] == ["static batches", "continuous", "continuous"]
