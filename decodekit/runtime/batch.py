@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
+from collections import deque
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +70,7 @@ class Batch:
     Attributes:
         sessions: what runs the branches, one a model.
         scheduler: who is decoded.
+        ended: requests that are over, the last at the end; whoever takes them removes them.
     """
 
     def __init__(
@@ -94,6 +98,9 @@ class Batch:
         self._known: list[_Known] = []
         self._counts = {"steps": 0, "tokens": 0, "preemptions": 0, "step_s": 0.0}
         self._spare = 0
+        self.ended: deque[Job] = deque()
+        # Those with a time limit.
+        self._timed: list[Job] = []
         self.optimized = False
 
     @property
@@ -131,7 +138,9 @@ class Batch:
     def add(self, job: Job) -> None:
         """Queue a request."""
         self._enter(job)
-        self.scheduler.waiting.append(job)
+        self.scheduler.queue(job)
+        if job.deadline < math.inf:
+            self._timed.append(job)
 
     def cancel(self, job: Job) -> None:
         """End a request where it stands; its blocks are free at once."""
@@ -143,6 +152,7 @@ class Batch:
     def step(self) -> None:
         """Take in who fits, put aside whom there are no blocks for, and decode a step."""
         started = time.perf_counter()
+        self.scheduler.clock += 1
         try:
             self._expire(started)
             crowded = self._make_room()
@@ -179,17 +189,19 @@ class Batch:
             self.sessions[0].keep_layers(layers)
         for session in self.sessions:
             session.record(self.loop.speculates)
-        return self.loop.step(self._budget(), self._room)
+        with ExitStack() as stack:
+            for session in self.sessions:
+                stack.enter_context(session.optimized())
+            return self.loop.step(self._budget(), self._room)
 
     def _budget(self) -> int:
         """Tokens of prompts in this step: what the decoding rows leave, and a block at least, so that nobody waits for ever."""
         decoding = sum(sequence.row in self.loop.held for job in self.scheduler.running for sequence in job.live)
         return max(self._rules.tokens - decoding, self._spec.block_size)
 
-    def _room(self, sequence: SequenceState) -> int:
+    def _room(self, lane: Lane, sequence: SequenceState) -> int:
         """Tokens that may be drafted for a sequence: none where blocks are short."""
-        drafted = next(known.lane for known in self._known if any(sequence in task.live for task in known.lane.tasks))
-        most = drafted.plan.drafted
+        most = lane.plan.drafted
         tokens = most or AHEAD
         cost = (-(-tokens // self._spec.block_size) + 1 + 2 * most) * len(self.sessions[0].branches(sequence.row))
         if cost > self._spare:
@@ -198,13 +210,14 @@ class Batch:
         return tokens
 
     def _expire(self, now: float) -> None:
-        for job in [*self.scheduler.running, *self.scheduler.waiting]:
-            if now >= job.deadline:
+        for job in self._timed:
+            if now >= job.deadline and job.outputs is None:
                 for task in job.tasks:
                     for sequence in task.live:
                         sequence.finish("time")
                     task.finish()
                 self._end(job)
+        self._timed = [job for job in self._timed if job.outputs is None]
 
     def _make_room(self) -> bool:
         """Put requests aside until those that run have blocks for a step; whether any was."""
@@ -212,7 +225,9 @@ class Batch:
         while True:
             self.loop.rearrange()
             stepping = [own.row for job in self.scheduler.running for own in job.live if own.row in self.loop.held]
-            feeding = [own.row for job in self.scheduler.running for own in job.live if own.row not in self.loop.held]
+            feeding = sorted(
+                own.row for job in self.scheduler.running for own in job.live if own.row not in self.loop.held
+            )
             budget = self._budget()
             missing = max(session.missing(stepping, feeding, budget) for session in self.sessions)
             self._spare = -missing
@@ -233,12 +248,10 @@ class Batch:
                 self._take_in(job)
             elif self.scheduler.holds_back(job):
                 break
-        for job in self.scheduler.waiting:
-            job.waited += 1
 
     def _take_in(self, job: Job) -> None:
         assert job.lane is not None
-        self.scheduler.waiting.remove(job)
+        self.scheduler.leave(job)
         self.scheduler.running.append(job)
         job.admitted = job.admitted or time.perf_counter()
         job.lane.tasks += job.tasks
@@ -268,8 +281,8 @@ class Batch:
         job.blocks = max(job.blocks, self._held(job))
         job.preempted += 1
         self._counts["preemptions"] += 1
-        self.scheduler.running.remove(job)
-        self.scheduler.waiting.append(job)
+        self.scheduler.leave(job)
+        self.scheduler.queue(job)
         job.lane.tasks = [task for task in job.lane.tasks if task not in job.tasks]
         if self._offload and all(own.row in self.loop.held and own.tokens for own in job.live):
             for row in job.held:
@@ -299,19 +312,18 @@ class Batch:
             paths = sorted({path for session in self.sessions for path in session.cache.paths})
             counted.append(own | {"path": ", ".join(paths) or "torch"})
         job.finish(counted)
+        self.ended.append(job)
         job.aside = {}
         lane.tasks = [task for task in lane.tasks if task not in job.tasks]
         for _, step in lane.pipeline.steps:
             if isinstance(step, OptionStep):
                 for template in job.templates:
                     step.processors.pop(template.row, None)
-        for queue in (self.scheduler.running, self.scheduler.waiting):
-            if job in queue:
-                queue.remove(job)
+        self.scheduler.leave(job)
 
     def _held(self, job: Job) -> int:
         rows = sorted({row for task in job.tasks for row in task.rows})
-        return sum(len(blocks) for session in self.sessions for blocks in session.blocks(rows))
+        return sum(sum(session.blocks([rows])[0]) for session in self.sessions)
 
     def _recover(self, why: str | None) -> None:
         """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""
@@ -326,9 +338,9 @@ class Batch:
                     task.fail(why)
                 self._end(job)
                 continue
-            self.scheduler.running.remove(job)
+            self.scheduler.leave(job)
             job.restart()
-            self.scheduler.waiting.insert(0, job)
+            self.scheduler.queue(job)
         for job in self.scheduler.waiting:
             job.aside = {}
             self._enter(job)

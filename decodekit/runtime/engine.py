@@ -51,10 +51,10 @@ class EngineRequest:
             yield piece
 
     def results(self) -> list[Output]:
-        """All its outputs, the best first; waits for them."""
-        self._engine._wait(lambda: self._job.outputs)
-        assert self._job.outputs is not None
-        return self._job.outputs
+        """All its outputs, the best first; waits for them. :meth:`Engine.results` then leaves it out."""
+        outputs: list[Output] = self._engine._wait(lambda: self._job.outputs)
+        self._engine._taken(self.id)
+        return outputs
 
     def result(self) -> Output:
         """Its output, the best of several; waits for it."""
@@ -174,7 +174,7 @@ class Engine:
     def results(self) -> Iterator[tuple[str, Output]]:
         """(id, output) of each request as it ends, several of one in a row; until none is left.
 
-        A request is given out once: by this, in whatever thread comes first.
+        Those whose results somebody has taken already are left out.
         """
         while True:
             request = self._wait(self._finished)
@@ -187,11 +187,6 @@ class Engine:
         """Decode one step for all; whether there was anything to do."""
         with self._exclusive():
             return self._step()
-
-    def forget(self, request: EngineRequest) -> None:
-        """Whoever has the results of a request itself: :meth:`results` is not to give them, too."""
-        with self._exclusive():
-            self._open.pop(request.id, None)
 
     @property
     def slots(self) -> int:
@@ -223,10 +218,15 @@ class Engine:
         self.close()
 
     def _finished(self) -> EngineRequest | None:
-        for name, request in self._open.items():
-            if request.done:
-                return self._open.pop(name)
+        while self._batch.ended:
+            if (request := self._open.get(self._batch.ended.popleft().id)) is not None:
+                return request
         return None
+
+    def _taken(self, name: str) -> None:
+        """Somebody has the results of this request."""
+        with self._exclusive():
+            self._open.pop(name, None)
 
     def _wait(self, get: Any) -> Any:
         """Run steps until ``get`` gives something; ``None`` once nothing is left to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,13 +36,15 @@ class Job:
         submitted: ``time.perf_counter`` seconds.
         lane: where it is decoded, while it is.
         tasks: its rows on their way.
-        waited: steps that it has spent in the queue.
+        since: the step in which it was queued.
+        waited: steps that it had spent in the queue before.
         aside: a row's K/V and states by session, while it is put aside.
         admitted: when it was first taken in.
         preempted: how often it was put aside.
         blocks: most blocks that it was seen to hold.
         sent: characters of its text that were given out.
         outputs: what became of it, once it is over.
+        deadline: ``time.perf_counter`` seconds after which no further token is started.
     """
 
     id: str
@@ -52,6 +55,7 @@ class Job:
     submitted: float
     lane: Lane | None = None
     tasks: list[Task] = field(default_factory=list)
+    since: int = 0
     waited: int = 0
     aside: dict[int, list[Aside]] = field(default_factory=dict)
     admitted: float | None = None
@@ -59,8 +63,11 @@ class Job:
     blocks: int = 0
     sent: int = 0
     outputs: list[Output] | None = None
+    deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
+        limits = [own.limits.deadline for own in self.templates if own.limits.deadline is not None]
+        self.deadline = min(limits, default=math.inf)
         self.restart()
 
     def restart(self) -> None:
@@ -111,11 +118,6 @@ class Job:
     def remaining(self) -> int:
         """Tokens that its longest row may still get."""
         return self.max_new_tokens - self.produced
-
-    @property
-    def deadline(self) -> float:
-        """``time.perf_counter`` seconds after which no further token is started."""
-        return min((own.limits.deadline for own in self.templates if own.limits.deadline is not None), default=np.inf)
 
     def histories(self) -> list[tuple[int, Prompts]]:
         """Each row that is to be fed: what its branches begin with, all but its last token."""

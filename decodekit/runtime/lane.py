@@ -71,6 +71,9 @@ class Lane:
         return change
 
 
+Room = Callable[[Lane, SequenceState], int]
+
+
 class Turn:
     """What a step is for the requests of one lane.
 
@@ -102,11 +105,11 @@ class Turn:
         self.seconds = 0.0
         self._walks: list[Walk] = []
 
-    def draft(self, room: Callable[[SequenceState], int] | None = None) -> None:
+    def draft(self, room: Room | None = None) -> None:
         """Decide what is fed to the rows that are stepping.
 
         Args:
-            room: most tokens of a sequence's draft, besides its own limit.
+            room: a lane and a sequence of it to most tokens of its draft, besides its own limit.
         """
         sequences = [sequence for _, sequence in self.stepping]
         speculation = self.lane.speculation
@@ -114,7 +117,7 @@ class Turn:
             self.drafts = [Draft()] * len(sequences)
             self.fan = Fan([own.row for own in sequences], [[own.tokens[-1]] for own in sequences])
         else:
-            rooms = None if room is None else [room(own) for own in sequences]
+            rooms = None if room is None else [room(self.lane, own) for own in sequences]
             self.drafts = speculation.propose(sequences, rooms)
             self.fan = speculation.fan_out(sequences, self.drafts)
 

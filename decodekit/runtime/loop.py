@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.constraining import leaves_a_core
-from decodekit.runtime.lane import Lane, Live, Parts, Turn, merged
-from decodekit.runtime.sequence import SequenceState
+from decodekit.runtime.lane import Lane, Live, Parts, Room, Turn, merged
 from decodekit.runtime.session import Session
 from decodekit.runtime.speculation import Settled
 
@@ -68,12 +67,12 @@ class Loop:
             session.close()
 
     @torch.no_grad()
-    def step(self, budget: int | None = None, room: Callable[[SequenceState], int] | None = None) -> list[StepRecord]:
+    def step(self, budget: int | None = None, room: Room | None = None) -> list[StepRecord]:
         """One forward, and all tokens that it gives.
 
         Args:
             budget: most tokens of prompts to forward; ``None`` for all.
-            room: most tokens of a sequence's draft, besides its own limit.
+            room: a lane and a sequence of it to most tokens of its draft, besides its own limit.
         """
         self.rearrange()
         turns = [Turn(lane, self.held) for lane in self.lanes]
@@ -119,7 +118,9 @@ class Loop:
         stepped = [_Cut(session.step(rows, tokens, [*map(len, tokens)]) if rows else {}) for session in self.sessions]
         seconds = time.perf_counter() - started
         fresh = [sequence.row for turn in turns for _, sequence in turn.fresh]
-        through = set.intersection(*(session.feed(fresh, budget) for session in self.sessions)) if fresh else set()
+        # Rows are numbered as they come: who came first is fed first.
+        fed = sorted(fresh)
+        through = set.intersection(*(session.feed(fed, budget) for session in self.sessions)) if fed else set()
         self.known |= set(fresh)
         self.held |= through
         done = [row for row in fresh if row in through]

@@ -94,7 +94,6 @@ class Mapper:
             for number, (line, request) in [*running.items()]:
                 if request.done:
                     ready[number] = _result(line, request.results())
-                    self.engine.forget(request)
                     del running[number]
             for number in [*order]:
                 if number in ready:

@@ -300,14 +300,18 @@ class PagedSession(Session):
         counts |= {place_of[own.keys[0]]: count for own, count in self._chunks(feeding, budget)}
         return self._cache.missing(counts)
 
-    def blocks(self, rows: Sequence[int]) -> list[set[int]]:
-        """The blocks of each cache group that these rows name."""
-        places = self._places()
-        own = [places[key] for key in self._keys(rows) if key in places]
-        return [
-            {block for place in own for block in self._cache.rows[place].tables[number].blocks if block is not None}
-            for number in range(len(self._cache.groups))
-        ]
+    def blocks(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """How many different blocks of each cache group some rows name together: [N, groups] for N times some rows."""
+        places, counts = self._places(), list[list[int]]()
+        for own in rows:
+            held = [self._cache.rows[places[key]] for key in self._keys(own) if key in places]
+            counts.append(
+                [
+                    len({block for row in held for block in row.tables[number].blocks if block is not None})
+                    for number in range(len(self._cache.groups))
+                ]
+            )
+        return counts
 
     def clear(self) -> None:
         """Let go of all rows, also after an interrupt left them half changed."""

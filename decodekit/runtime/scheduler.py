@@ -8,6 +8,7 @@ goes before all others, and nobody overtakes it: nothing starves.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,12 +60,36 @@ class Scheduler:
     Args:
         rules: what it goes by.
         sessions: what runs the branches, one a model.
+
+    Attributes:
+        waiting: the queue, in the order of submission.
+        running: those that have been taken in.
+        clock: steps so far.
     """
 
     def __init__(self, rules: Rules, sessions: Sequence[PagedSession]) -> None:
         self.rules, self._sessions = rules, sessions
         self.waiting: list[Job] = []
         self.running: list[Job] = []
+        self.clock = 0
+
+    def queue(self, job: Job) -> None:
+        """It waits, in the order in which requests were submitted."""
+        job.since = self.clock
+        bisect.insort(self.waiting, job, key=lambda own: own.order)
+
+    def leave(self, job: Job) -> None:
+        """It neither waits nor runs any more."""
+        if job in self.running:
+            self.running.remove(job)
+        elif job in self.waiting:
+            job.waited += self.clock - job.since
+            self.waiting.remove(job)
+
+    def old(self, job: Job) -> bool:
+        """Whether it has waited so long that it goes before others."""
+        waiting = self.clock - job.since if job not in self.running else 0
+        return job.waited + waiting >= self.rules.patience
 
     def check(self, job: Job) -> None:
         """Refuse what can never run.
@@ -88,35 +113,34 @@ class Scheduler:
 
     def key(self, job: Job) -> tuple[float, ...]:
         """Who comes first has the lowest."""
-        if self.rules.policy == "fcfs" or job.waited >= self.rules.patience:
+        if self.rules.policy == "fcfs" or self.old(job):
             return (0, job.order)
         return (1, job.remaining if self.rules.policy == "shortest_remaining" else job.deadline, job.order)
 
     def next(self) -> list[Job]:
         """Those of the queue to try now, in order."""
-        return sorted(self.waiting, key=self.key)
+        return [*self.waiting] if self.rules.policy == "fcfs" else sorted(self.waiting, key=self.key)
 
     def holds_back(self, job: Job) -> bool:
         """Whether nobody may overtake one that does not fit yet."""
-        return self.rules.policy == "fcfs" or job.waited >= self.rules.patience
+        return self.rules.policy == "fcfs" or self.old(job)
 
     def fits(self, job: Job, but: Sequence[Job] = ()) -> bool:
         """Whether there is room for it beside what the others still need; without those of ``but``."""
-        others = [other for other in self.running if other not in but]
-        if sum(other.rows for other in others) + job.rows > self.rules.slots:
+        if sum(other.rows for other in self.running if other not in but) + job.rows > self.rules.slots:
             return False
         for number, session in enumerate(self._sessions):
             takes = self._takes(job, number)
+            held = session.blocks([other.held for other in self.running])
             for place, group in enumerate(session.cache.groups):
-                promised = freed = 0
-                for other in self.running:
-                    held = len(session.blocks(other.held)[place])
+                needed = takes[place] - group.pool.free_blocks - group.pool.cached_blocks
+                for other, counts in zip(self.running, held, strict=True):
                     if other in but:
-                        freed += held
+                        needed -= counts[place]
                     else:
-                        promised += max(0, self._most(other, number, self._promise(other))[place] - held)
-                pool = group.pool
-                if takes[place] + promised > pool.free_blocks + pool.cached_blocks + freed:
+                        most = self._most(other, number, self._promise(other))
+                        needed += max(0, most[place] - counts[place])
+                if needed > 0:
                     return False
         return True
 
