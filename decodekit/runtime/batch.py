@@ -7,42 +7,29 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from typing_extensions import override
 
-from decodekit.cache.ledger import ledger
-from decodekit.cache.paged import PagedCache
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
-from decodekit.core.units import format_bytes, parse_bytes
 from decodekit.recipe import PagedSpec
 from decodekit.runtime.branches import branches_of, other_model
-from decodekit.runtime.call import make_lane, speculate, steps_of
+from decodekit.runtime.caches import shared_blocks, shared_cache
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.intake import Intake, renumbered
 from decodekit.runtime.jobs import Job, Prompts
 from decodekit.runtime.lane import Lane, Turn
+from decodekit.runtime.lanes import Lanes
 from decodekit.runtime.loop import Loop
 from decodekit.runtime.paged_session import PagedSession
-from decodekit.runtime.processors import OptionStep
 from decodekit.runtime.scheduler import AHEAD, Rules, Scheduler
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.work import Work
 
 _LOG = logging.getLogger(__name__)
-_KEPT_LANES = 16
-_DEFAULT_BUDGET = 4 << 30
-
-
-class _Known(NamedTuple):
-    """A lane, and what requests agree in that are decoded in it."""
-
-    kind: Any
-    steps: list[str]
-    lane: Lane
 
 
 class _SharedLoop(Loop):
@@ -60,7 +47,6 @@ class Batch:
     """The requests of an engine.
 
     Args:
-        model: the model.
         intake: reads what is submitted.
         rules: what the scheduler goes by.
         budget: most bytes of K/V and states.
@@ -75,7 +61,6 @@ class Batch:
 
     def __init__(
         self,
-        model: Any,
         intake: Intake,
         rules: Rules,
         *,
@@ -86,22 +71,21 @@ class Batch:
         spec = intake.recipe.cache
         if not isinstance(spec, PagedSpec):
             raise Refused("an engine keeps K/V in blocks; leave cache out of its recipe, or say cache: paged")
-        self._model, self._intake, self._spec, self._offload = model, intake, spec, offload
+        self._intake, self._spec, self._offload = intake, spec, offload
         self._prefix_cache, self._rules = prefix_cache, rules
-        self._blocks = self._count_blocks(budget if budget is not None else spec.budget)
+        models = [own[0] if isinstance(own, tuple) else own for own in (intake.model, *intake.models.values())]
+        self._blocks = shared_blocks(models, spec, budget if budget is not None else spec.budget, rules.slots)
         self._models = ["main"]
-        self.sessions: list[PagedSession] = [self._session(model)]
+        self.sessions = [self._session(intake.model)]
         self.loop = _SharedLoop(self.sessions, [])
-        self.loop.sessions = self.sessions  # type: ignore[assignment]  # one list, which grows
         self.scheduler = Scheduler(rules, self.sessions)
         self._rows = itertools.count()
-        self._known: list[_Known] = []
+        self._lanes = Lanes(intake, self.sessions, self._rows.__next__, self._blocks * spec.block_size)
         self._counts = {"steps": 0, "tokens": 0, "preemptions": 0, "step_s": 0.0}
         self._spare = 0
         self.ended: deque[Job] = deque()
         # Those with a time limit.
         self._timed: list[Job] = []
-        self.optimized = False
 
     @property
     def tokens(self) -> int:
@@ -112,6 +96,24 @@ class Batch:
     def busy(self) -> bool:
         """Whether any request is not over."""
         return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def lacks(self, work: Work) -> list[str]:
+        """Models that branches of this request run on and that have no session yet."""
+        return [name for name in work.plan.strategy.models() if name not in self._models]
+
+    def add_models(self, names: Sequence[str], work: Work) -> None:
+        """Let these models run branches, too.
+
+        Raises:
+            InputError: there is no such model.
+            Refused: it has another vocabulary.
+        """
+        for name in names:
+            if name not in self._models:
+                session = self._session(self._model_of(name, work))
+                self._models.append(name)
+                self.sessions.append(session)
+                self.loop.sessions.append(session)
 
     def rows(self, work: Work) -> tuple[list[SequenceState], list[Prompts]]:
         """The rows of a request, under numbers of their own, and the prompts of their branches by session.
@@ -129,7 +131,7 @@ class Batch:
                 raise InputError(template.error)
             by_session: dict[int, dict[str, tuple[int, ...]]] = {}
             for name, branch in own.items():
-                by_session.setdefault(self._number(branch.model, work), {})[name] = branch.prompt_ids
+                by_session.setdefault(self._models.index(branch.model), {})[name] = branch.prompt_ids
             templates.append(template)
             prompts.append(by_session)
         work.sequences = templates
@@ -180,8 +182,10 @@ class Batch:
 
     def close(self) -> None:
         """Give back what the lanes and sessions hold."""
-        self.loop.close()
-        self._known, self.loop.lanes = [], []
+        for session in self.sessions:
+            session.clear()
+        self._lanes.clear()
+        self.loop.lanes, self.loop.known, self.loop.held = [], set(), set()
 
     def _forward(self) -> list[StepRecord]:
         layers = tuple(dict.fromkeys(layer for lane in self.loop.lanes if lane.tasks for layer in lane.layers))
@@ -315,10 +319,7 @@ class Batch:
         self.ended.append(job)
         job.aside = {}
         lane.tasks = [task for task in lane.tasks if task not in job.tasks]
-        for _, step in lane.pipeline.steps:
-            if isinstance(step, OptionStep):
-                for template in job.templates:
-                    step.processors.pop(template.row, None)
+        self._lanes.leave(lane, [template.row for template in job.templates])
         self.scheduler.leave(job)
 
     def _held(self, job: Job) -> int:
@@ -327,12 +328,7 @@ class Batch:
 
     def _recover(self, why: str | None) -> None:
         """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""
-        ran = [*self.scheduler.running]
-        for session in self.sessions:
-            session.clear()
-        self.loop.known, self.loop.held = set(), set()
-        self.close()
-        for job in ran:
+        for job in [*self.scheduler.running]:
             if why is not None:
                 for task in job.tasks:
                     task.fail(why)
@@ -341,88 +337,19 @@ class Batch:
             self.scheduler.leave(job)
             job.restart()
             self.scheduler.queue(job)
+        self.close()
         for job in self.scheduler.waiting:
-            job.aside = {}
             self._enter(job)
 
     def _enter(self, job: Job) -> None:
-        """Find the lane of a request, or make it."""
-        work, kind = job.work, self._intake.kind(job.work)
-        steps = steps_of(self._model, work)
-        names = [name for name, _ in steps]
-        for known in self._known:
-            if known.kind == kind and known.steps == names:
-                job.lane = known.lane
-                for (_, mine), (_, new) in zip(known.lane.pipeline.steps, steps, strict=True):
-                    if isinstance(mine, OptionStep) and isinstance(new, OptionStep):
-                        mine.processors |= new.processors
-                return
-        job.lane = make_lane(self._model, work, self.sessions, self._rows.__next__, steps=steps, confines=Exception)
-        speculate(job.lane, self._model, work.given, self.sessions, self._blocks * self._spec.block_size)
-        idle = [known for known in self._known if not (self._wanted(known.lane) or known.lane.holds)]
-        for known in idle[: max(0, len(idle) - _KEPT_LANES)]:
-            self._known.remove(known)
-            if known.lane.speculation is not None:
-                known.lane.speculation.close()
-        self._known.append(_Known(kind, names, job.lane))
-        self.loop.lanes = [known.lane for known in self._known]
-
-    def _wanted(self, lane: Lane) -> bool:
-        return any(job.lane is lane for job in [*self.scheduler.running, *self.scheduler.waiting])
+        job.lane = self._lanes.enter(job.work)
+        self.loop.lanes = self._lanes.all
 
     def _model_of(self, name: str, work: Work) -> Any:
-        return (
-            self._model if name == "main" else other_model(self._model, name, work.plan.strategy, self._intake.models)
-        )
-
-    def _number(self, name: str, work: Work) -> int:
-        """The number of the session that runs this model."""
-        if name not in self._models:
-            self.sessions.append(self._session(self._model_of(name, work)))
-            self._models.append(name)
-        return self._models.index(name)
+        if name == "main":
+            return self._intake.model
+        return other_model(self._intake.model, name, work.plan.strategy, self._intake.models)
 
     def _session(self, model: Any) -> PagedSession:
-        spec = self._spec
-        cache = PagedCache(
-            model.config,
-            num_blocks=self._blocks,
-            block_size=spec.block_size,
-            device=model.device,
-            quantization=spec.quantization,
-            prefix_cache=self._prefix_cache,
-            keep_gathered=False,
-            sinks=0 if spec.window is None else spec.sinks,
-            window=spec.window,
-        )
+        cache = shared_cache(model, self._spec, self._blocks, prefix_cache=self._prefix_cache)
         return PagedSession(model, cache)
-
-    def _count_blocks(self, budget: int | str | None) -> int:
-        """Blocks of each cache group that the budget holds beside the states of all slots, for all models together."""
-        size, block, states = self._spec.block_size, 0, 0
-        for model in (self._model, *self._intake.models.values()):
-            own = model[0] if isinstance(model, tuple) else model
-            counted = ledger(
-                own.config,
-                context=size,
-                batch=1,
-                dtype=own.dtype,
-                block_size=size,
-                quantization=self._spec.quantization,
-            )
-            block += counted.kv_bytes_per_token * size + counted.scale_bytes_per_block
-            states += counted.state_bytes_per_request + counted.conv_bytes_per_request
-        if budget is None:
-            budget = _DEFAULT_BUDGET
-            if self._model.device.type == "cuda":
-                budget = int(0.8 * torch.cuda.mem_get_info(self._model.device)[0])
-        available = parse_bytes(budget) - states * self._rules.slots
-        if (block and available < block) or available < 0:
-            raise InputError(
-                f"budget {format_bytes(parse_bytes(budget))} holds no block of {size} tokens ({format_bytes(block)}) beside "
-                f"the states of {self._rules.slots} slots ({format_bytes(states * self._rules.slots)}); raise it, or ask for "
-                "fewer slots"
-            )
-        context = compat.context_length(self._model)
-        most = available // block if block else 1
-        return min(most, self._rules.slots * -(-context // size)) if context is not None and block else most

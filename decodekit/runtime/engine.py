@@ -78,7 +78,8 @@ class Engine:
         recipe: how to decode what comes without a recipe of its own: a file, a mapping or a Decoder; its ``cache`` gives the
             blocks' size and quantization.
         budget: most bytes of K/V and recurrent states, such as ``"4GiB"``; the recipe's when left out, else enough for all
-            slots at the model's full context, or most of what is free on a GPU.
+            slots at the model's full context, at most 4 GiB, or 80 % of what is free on a GPU. Without Triton's kernels, what
+            steps gather for attention comes on top.
         slots: most rows at once: requests, samples and beams.
         tokens_per_step: most tokens to forward in a step: one of each row first, then prompts, in chunks.
         policy: who goes first: ``fcfs``, ``shortest_remaining`` or ``deadline`` (``max_time``).
@@ -117,7 +118,7 @@ class Engine:
         decoder = recipe if isinstance(recipe, Decoder) else Decoder(_recipe(recipe or {}))
         self._intake = Intake(model, tokenizer, decoder.recipe, {**decoder.models, **(models or {})})
         self._batch = Batch(
-            model, self._intake, rules, budget=budget, prefix_cache=prefix_cache, offload=preemption == "offload"
+            self._intake, rules, budget=budget, prefix_cache=prefix_cache, offload=preemption == "offload"
         )
         self._ids: set[str] = set()
         self._open: dict[str, EngineRequest] = {}
@@ -151,6 +152,9 @@ class Engine:
         work = self._intake.read(
             prompt, None if recipe is None else _recipe(recipe), raw=raw, options=generation_options
         )
+        if lacking := self._batch.lacks(work):
+            with self._exclusive():
+                self._batch.add_models(lacking, work)
         job = Job(name, order, work, *self._batch.rows(work), submitted=time.perf_counter())
         self._batch.scheduler.check(job)
         with self._exclusive():

@@ -71,7 +71,9 @@ class PagedSession(Session):
     def __init__(self, model: Any, cache: PagedCache, *, layers: tuple[int, ...] = (), rollbacks: bool = False) -> None:
         self._cache = cache
         super().__init__(model, layers)
-        self._direct = triton_runs(model.device) and self._reads_blocks()
+        self._reads = self._reads_blocks()
+        # Rows that share blocks with others: gathering would copy these for each of them.
+        self._sharing: set[int] = set()
         # Which (branch, row) each row of the cache belongs to.
         self._order: list[Key] = []
         # The branches of each row, and all their names in the order in which they came.
@@ -169,8 +171,7 @@ class PagedSession(Session):
             place = self._order.index(own.keys[0])
             self._cache.fork([*range(len(self._order)), *[place] * (len(own.keys) - 1)])
             self._order += own.keys[1:]
-            # Gathering would copy what they share for each of them.
-            self._direct |= self._reads_blocks()
+            self._sharing |= {key.row for key in own.keys}
 
     def _chunks(self, rows: Sequence[int], budget: int | None) -> list[tuple[_Filling, int]]:
         """Which prompts to go on with, and by how many tokens."""
@@ -245,7 +246,7 @@ class PagedSession(Session):
         for row in set(gone) - forks.keys():
             self._forget(row)
         if len(forks) > len(set(forks.values())):
-            self._direct |= self._reads_blocks()
+            self._sharing |= {*forks, *forks.values()} - set(gone)
 
     def _inherit(self, gone: Collection[int]) -> dict[Key, Key]:
         """Who takes over prompts that are half forwarded for rows that are over: a key, the one before it."""
@@ -263,6 +264,7 @@ class PagedSession(Session):
             self._expected.pop(Key(name, row), None)
             self._first.pop(Key(name, row), None)
         self._reads_prompt.discard(row)
+        self._sharing.discard(row)
         self.prompt_hidden.pop(row, None)
 
     def suspend(self, row: int) -> Aside:
@@ -320,6 +322,7 @@ class PagedSession(Session):
         for kept in (self._order, self._branches, self._expected, self._filling, self._first, self._again):
             kept.clear()
         self._reads_prompt.clear()
+        self._sharing.clear()
         self.prompt_hidden.clear()
 
     @override
@@ -345,11 +348,11 @@ class PagedSession(Session):
 
     def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
         """Forward the next tokens of these places; rows that share much are attended where it lies, once."""
-        if self._direct:
+        if self._reads and (self._sharing or triton_runs(self.model.device)):
             try:
                 return self._forward(places, tokens, last=last, direct=True)
             except Refused:
-                self._direct = False
+                self._reads = False
         return self._forward(places, tokens, last=last)
 
     def _advance(
