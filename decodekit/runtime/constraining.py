@@ -24,6 +24,9 @@ from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.runtime.guard import guarded
 
+_KEPT = 64
+"""Compiled constraints that are kept for later prompts."""
+
 _NEAR = 64
 """Tokens to the limit below which an end is looked for at every token."""
 
@@ -77,7 +80,7 @@ class Constraints:
             resolved = constraint.resolve(self._tokenizer)
             vet(resolved)
             compiled = resolved.compile(vocabulary)
-        self._compiled.append((constraint, compiled))
+        self._compiled = [*self._compiled[-_KEPT:], (constraint, compiled)]
         return compiled
 
 
