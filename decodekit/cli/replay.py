@@ -42,8 +42,8 @@ def replay_trace(
         raise Refused(f"replay follows one row, and strategy {recipe.strategy.kind!r} chooses between several")
     with errors.status("loading the model") as status:
         from decodekit.integrations.models import load_model, load_others
-        from decodekit.runtime.call import Replay
         from decodekit.runtime.text_call import TextCall
+        from decodekit.runtime.work import Replay
 
         loaded, tokenizer = load_model(model or header["model"], progress=status.update)
         others = load_others(recipe, loaded, tokenizer, progress=status.update)

@@ -11,10 +11,11 @@ from torch import Tensor
 from decodekit.cache.paged import PagedCache
 from decodekit.core.trace import TraceWriter
 from decodekit.kernels.layer_divergence import layer_divergence
-from decodekit.runtime.call import Call, Given
+from decodekit.runtime.call import Call
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.speculation import Walk
 from decodekit.runtime.tasks import SearchTask
+from decodekit.runtime.work import Given
 
 ALTERNATIVES = 5
 """Most likely tokens that a trace keeps of every distribution."""
