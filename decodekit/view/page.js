@@ -70,7 +70,7 @@ function hypotheses(trace, row, steps) {
   over.slice(0, 8).forEach(({ path, ended }, rank) => {
     const tokens = path.map((own, position) => Object.assign(own, { position }));
     const name = `hypothesis ${rank + 1}`;
-    trace.rows.set(`${row}.${rank}`, { row, prompt: steps[0].prompt, name, best: !rank, tokens, end: `${ended.reason}, score ${ended.score.toFixed(2)}` });
+    trace.rows.set(`${row}.${rank}`, { row, prompt: steps[0].prompt, name, best: !rank, tokens, end: `${ended.reason}, score ${ended.score?.toFixed(2) ?? "–"}` });
   });
 }
 
@@ -273,7 +273,7 @@ function candidatesView(trace, told) {
     const score = el("td", {}, bar, typeof own.score === "number" ? own.score.toPrecision(3) : "–");
     const text = row?.drawn?.length ? link(short(own.text, 110), () => focusOn(row.drawn[0], { pin: true })) : short(own.text, 110);
     return el("tr", {}, el("th", {}, `${rank ? "" : "✓ "}${id}`), score, ...(answers ? [el("td", {}, String(own.answer ?? "–"))] : []),
-      el("td", {}, own.logprob.toFixed(1)), el("td", {}, text));
+      el("td", {}, own.logprob?.toFixed(1) ?? "–"), el("td", {}, text));
   });
   parts.push(el("h3", {}, "Candidates, the best first"), el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...head), ...lines)));
   if (told.utilities) {

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import pytest
@@ -149,6 +150,24 @@ def test_traces_stand_side_by_side(see, write, tmp_path) -> None:
     ids = [[own["id"] for own in map(json.loads, (tmp_path / name).read_text().splitlines()) if own.get("type") == "token"]
            for name in ("one.jsonl", "two.jsonl")]  # fmt: skip
     assert len(find(".token.other")) == sum(a != b for a, b in zip(*ids, strict=True)) > 0
+
+
+def test_a_candidate_without_a_score_is_shown_without_one(see, write) -> None:
+    scorer = {"kind": "regex", "pattern": "."}
+    recipe = {"strategy": {"kind": "best_of_n", "n": 2, "scorer": scorer}, "rules": []}
+    options = {"do_sample": True, "seed": 0, "max_new_tokens": 3, "eos_token_id": 96}
+    path = write({**recipe, "generation": options}, ["a"])
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"score": 1.0', '"score": null').replace('"score": 0.0', '"score": null'))
+    assert [own.text for own in see(path)("table td:nth-child(2)")] == ["–", "–"]
+
+
+def test_numbers_that_json_does_not_have_are_left_out(tmp_path) -> None:
+    header = {"trace": 1, "seed": 0, "rows": [{"prompt": 0}], "prompt_ids": [[1]], "recipe": {}, "decodekit": "0"}
+    lines = [header, {"type": "event", "event": "candidates", "row": 0, "candidates": [{"score": math.nan}]}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = page([tmp_path / "t.jsonl"])
+    assert "NaN" not in text.split('id="data">')[1].split("</script>")[0]
 
 
 def test_the_page_is_whole(write) -> None:
