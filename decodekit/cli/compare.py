@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,9 +37,9 @@ def compare_recipes(
     recipes = _named({path: load_recipe(path, set_values=settings) for path in paths})
     rows = read_rows(data, template=template, reference=reference, limit=limit)
     name, rate = metric_of(metric, [row.reference for row in rows])
-    prompts = hashlib.sha256(json.dumps([row.prompt for row in rows]).encode()).hexdigest()
-    identity = {"recipes": {key: own.to_dict() for key, own in recipes.items()}, "prompts": prompts, "model": model}
-    comparison = Comparison(recipes, rows, rate, Progress(out / "rows.jsonl", identity, resume=resume), batch=batch)
+    identity = {"recipes": {key: own.to_dict() for key, own in recipes.items()}, "model": model}
+    progress = Progress(out / "rows.jsonl", identity, rows, resume=resume)
+    comparison = Comparison(recipes, rows, rate, progress, batch=batch)
     interrupted = False
     with errors.status("loading the model") as status:
         from decodekit.integrations.models import load_model, load_others

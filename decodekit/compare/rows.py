@@ -76,16 +76,18 @@ class Progress:
 
     Args:
         path: the file.
-        identity: what the lines depend on; a file of another identity is refused.
+        identity: what the lines depend on besides their rows; a file of another identity is refused.
+        rows: the rows; a file may have fewer or more of them.
         resume: go on with what is there; otherwise begin anew.
 
     Attributes:
         done: by run and row, what was noted.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
+    def __init__(self, path: Path, identity: dict[str, Any], rows: Sequence[Row], *, resume: bool) -> None:
         self.done: dict[tuple[str, int], dict[str, Any]] = {}
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self._prompts = [_digest(row.prompt) for row in rows]
+        digest = _digest(identity)
         if resume and path.exists():
             self._read(path, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,7 @@ class Progress:
     def note(self, run: str, row: int, fields: dict[str, Any]) -> None:
         """Keep what came of a row."""
         self.done[run, row] = fields
-        self._write({"run": run, "row": row, **fields})
+        self._write({"run": run, "row": row, "prompt": self._prompts[row], **fields})
 
     def _write(self, fields: dict[str, Any]) -> None:
         self._file.write(json.dumps(fields, ensure_ascii=False) + "\n")
@@ -106,10 +108,16 @@ class Progress:
         whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
         if cut:  # the last line was being written
             path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-        lines = [json.loads(line) for line in whole.split("\n") if line]
-        if lines and lines[0].get("identity") != digest:
+        first, *lines = [json.loads(line) for line in whole.split("\n") if line] or [{"identity": digest}]
+        known = [line for line in lines if line["row"] < len(self._prompts)]
+        if first.get("identity") != digest or any(line["prompt"] != self._prompts[line["row"]] for line in known):
             raise InputError(
                 f"{path} is of another comparison (other recipes, data or model); leave --resume out, or name another --out"
             )
-        for line in lines[1:]:
+        for line in known:
+            del line["prompt"]
             self.done[line.pop("run"), line.pop("row")] = line
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -28,7 +28,7 @@ def letters(text, reference):
 def compared(dense, tokenizer, tmp_path):
     def make(recipes=RECIPES, resume=False, rows=ROWS):
         loaded = {name: load_recipe(own) for name, own in recipes.items()}
-        progress = Progress(tmp_path / "rows.jsonl", {"recipes": recipes}, resume=resume)
+        progress = Progress(tmp_path / "rows.jsonl", {"recipes": recipes}, rows, resume=resume)
         made = Comparison(loaded, rows, letters, progress, batch=2)
         said = []
         made.run(dense, tokenizer, {key: {} for key in loaded}, said.append)
@@ -86,7 +86,20 @@ def test_what_was_decoded_is_not_decoded_again(compared, tmp_path) -> None:
 def test_what_is_of_another_comparison_is_not_gone_on_with(compared, tmp_path) -> None:
     compared()
     with pytest.raises(InputError, match="is of another comparison"):
-        Progress(tmp_path / "rows.jsonl", {"recipes": "others"}, resume=True)
+        Progress(tmp_path / "rows.jsonl", {"recipes": "others"}, ROWS, resume=True)
+    with pytest.raises(InputError, match="is of another comparison"):
+        Progress(tmp_path / "rows.jsonl", {"recipes": RECIPES}, ROWS[::-1], resume=True)
+
+
+def test_a_comparison_of_more_rows_goes_on_with_what_fewer_had(compared) -> None:
+    compared(rows=ROWS[:2])
+    _, progress, said = compared(resume=True)
+    assert {row for _, row in progress.done} == set(range(5))
+    alone, *_ = compared()
+    again, *_ = compared(resume=True, rows=ROWS[:3])
+    assert again.complete() == [0, 1, 2]
+    assert alone.complete() == [0, 1, 2, 3, 4]
+    assert said
 
 
 def test_half_a_comparison_is_one_over_the_rows_that_all_have(compared) -> None:
