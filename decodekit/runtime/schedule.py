@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,6 @@ OUTLIER = 1.5
 MEMORY = 0.96
 """What a hit or miss weighs after each further one of its kind."""
 
-MEMORY_CONFIDENT = 0.99
-"""As ``MEMORY``, where a drafter says how likely it is."""
-
 PROBE = 32
 """Passes after which what was given up is tried again, be it drafts or passes without."""
 
@@ -34,11 +32,8 @@ PRIOR_COST = 0.1
 PRIOR_TRIES = 2.0
 """Tries that the guess for a place weighs against what was seen there."""
 
-PRIOR_CONFIDENT = 50.0
-"""As ``PRIOR_TRIES``, where a drafter says how likely it is."""
-
-LEVELS = 10
-"""Levels of confidence whose acceptance is measured apart."""
+CORRECTION = 0.05
+"""How far a hit or miss that was not expected moves the log-odds of all that a drafter says."""
 
 PRIOR_WEIGHT = 4.0
 """Hits and misses that the expectation for a row weighs against its own."""
@@ -53,29 +48,30 @@ class Measured:
 
     Attributes:
         seconds: (rows of the call, shape): of a forward, relative to one of the same rows without drafts; how often measured.
-        rates: hits and tries, of which the older count less, by level of confidence, or else by place in the draft.
+        rates: place in a draft: hits and tries, of which the older count less; of drafts without confidence.
+        shift: by which the log-odds of what a drafter says are corrected.
     """
 
     seconds: dict[tuple[int, Shape], tuple[float, int]] = field(default_factory=dict)
-    rates: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    rates: dict[int, tuple[float, float]] = field(default_factory=dict)
+    shift: float = 0.0
 
     def rate(self, draft: Draft, place: int) -> float:
         """How likely a token is accepted if those before it are; before anything is known, as the one before it."""
-        hits, tries = self.rates.get(_kind(draft, place), (0.0, 0.0))
         if draft.confidence:
-            said = draft.confidence[place]
-            # What was said within a level is corrected alike.
-            middle = (int(said * LEVELS) + 0.5) / LEVELS
-            return min(1.0, said / middle * (hits + PRIOR_CONFIDENT * middle) / (tries + PRIOR_CONFIDENT))
+            said = min(max(draft.confidence[place], 1e-3), 1 - 1e-3)
+            return 1 / (1 + (1 - said) / said * math.exp(-self.shift))
+        hits, tries = self.rates.get(place, (0.0, 0.0))
         prior = self.rate(draft, place - 1) if place else 0.5
         return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)
 
-    def try_token(self, draft: Draft, place: int, hit: bool) -> None:
+    def try_token(self, draft: Draft, place: int, *, hit: bool) -> None:
         """Note whether a token was accepted."""
-        kind = _kind(draft, place)
-        hits, tries = self.rates.get(kind, (0.0, 0.0))
-        memory = MEMORY_CONFIDENT if draft.confidence else MEMORY
-        self.rates[kind] = memory * hits + hit, memory * tries + 1
+        if draft.confidence:
+            self.shift += CORRECTION * (hit - self.rate(draft, place))
+        else:
+            hits, tries = self.rates.get(place, (0.0, 0.0))
+            self.rates[place] = MEMORY * hits + hit, MEMORY * tries + 1
 
     def cost(self, batch: int, shape: Shape) -> float:
         """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be."""
@@ -110,8 +106,7 @@ class Schedule:
     """The length of drafts.
 
     ``dynamic`` weighs the tokens that a pass is expected to give (Leviathan et al., 2023, arXiv:2211.17192, section 3.3, with
-    an acceptance of its own for each place or level of confidence) against its seconds, as measured on this model, and drafts
-    nothing where nothing pays.
+    an acceptance for each token) against its seconds, as measured on this model, and drafts nothing where nothing pays.
 
     Args:
         drafter: its ``schedule`` and ``max_tokens``.
@@ -179,7 +174,7 @@ class Schedule:
             # The token after the last accepted one was tried and failed, if there was one.
             for place in range(min(depth, hits + 1)):
                 expected += self._measured.rate(draft, place)
-                self._measured.try_token(draft, place, place < hits)
+                self._measured.try_token(draft, place, hit=place < hits)
             won, due = self._luck.get(row, (PRIOR_WEIGHT, PRIOR_WEIGHT))
             self._luck[row] = (MEMORY * won + hits, MEMORY * due + expected)
             length = self._lengths.get(row, self._most)
@@ -239,11 +234,6 @@ class Schedule:
             reached *= 1.0 if draft.forced else min(1.0, self._measured.rate(draft, place) * won / due)
             total += reached
         return total
-
-
-def _kind(draft: Draft, place: int) -> tuple[str, int]:
-    """What tokens are measured together."""
-    return ("level", int(draft.confidence[place] * LEVELS)) if draft.confidence else ("place", place)
 
 
 def _cut(draft: Draft, length: int) -> Draft:
