@@ -119,7 +119,14 @@ class Automaton:
         return (0, 0) if following is None else (following, match + 1)
 
     def continuation(self, state: int, match: int, most: int, doubt: float) -> Draft:
-        """What followed most often, at each step; the latest of those that did as often."""
+        """What followed most often, at each step; the latest of those that did as often.
+
+        Args:
+            state: to go on from.
+            match: tokens of another text, or later in this, that led there.
+            most: tokens.
+            doubt: as of :func:`decodekit.core.drafts.confidence`.
+        """
         tokens, likely = list[int](), list[float]()
         while len(tokens) < most:
             following = self._next[state]
