@@ -122,9 +122,8 @@ def test_heads_under_a_schema_end_with_it(tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tokens_differ_at_near_ties_only_and_in_half_precision_only(tmp_path, dtype) -> None:
     """Medusa #56: blocks of tokens are computed in another order than single ones."""
-    exact = few("dense")
-    drafter = {"kind": "medusa", "head": str(medusa_head(tmp_path / "medusa", exact)), "max_tokens": 8}
-    model = few("dense").to(dtype)
+    model, exact = few("dense").to(dtype), few("dense").to(dtype).double()
+    drafter = {"kind": "medusa", "head": str(medusa_head(tmp_path / "medusa", model)), "max_tokens": 8}
     plain = ids(decode(model, generation=OPEN))
     found = ids(decode(model, {**drafter, "schedule": "constant"}, generation=OPEN))
     if dtype is torch.float32:
