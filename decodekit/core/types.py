@@ -172,6 +172,11 @@ class BranchOutputs:
         hidden = {layer: states[index] for layer, states in self._hidden.items()}
         return BranchOutputs(self.logits[index], hidden, self._readout)
 
+    def part(self, start: int, stop: int) -> BranchOutputs:
+        """The positions from ``start`` to ``stop``, as views."""
+        hidden = {layer: states[start:stop] for layer, states in self._hidden.items()}
+        return BranchOutputs(self.logits[start:stop], hidden, self._readout)
+
     def only(self, layers: Sequence[int]) -> BranchOutputs:
         """The same positions with these hidden layers alone."""
         return BranchOutputs(self.logits, {layer: self._hidden[layer] for layer in layers}, self._readout)

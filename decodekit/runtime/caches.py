@@ -12,9 +12,11 @@ from decodekit.cache.streaming import Stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 from decodekit.core.units import format_bytes
+from decodekit.kernels import triton_runs
 from decodekit.recipe import PagedSpec, Recipe
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.settings import Settings
+from decodekit.runtime.shelf import borrow
 
 # What a forward of rows over a paged cache gives itself; anything else (images, embeddings) is for transformers' own loop.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
@@ -71,7 +73,8 @@ def paged_cache(
                 f"{needed} forks its rows or takes tokens back, which a dynamic cache cannot; leave cache out"
             )
         return None
-    if not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1:
+    on_gpu = triton_runs(model.device)
+    if not on_gpu and not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1:
         return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:
@@ -86,6 +89,10 @@ def paged_cache(
             raise Refused(f"cache: {{kind: paged}} cannot be used here: {reason}; leave it out or say dynamic")
         return None
     blocks, keep_gathered = _blocks(model, spec, settings, prompts, plan)
+    plain = spec.quantization is None and spec.window is None
+    # Whoever gets the cache itself may keep it.
+    if on_gpu and plain and plan.is_plain and spec.budget is None and not settings.config.return_dict_in_generate:
+        return borrow(model, blocks, spec.block_size)
     return PagedCache(
         model.config,
         num_blocks=blocks,
@@ -96,6 +103,7 @@ def paged_cache(
         keep_gathered=keep_gathered,
         sinks=0 if spec.window is None else spec.sinks,
         window=spec.window,
+        preallocate=on_gpu and plain,
     )
 
 

@@ -129,6 +129,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         criteria=settings.criteria.own,
         keep_logprobs=given.keep_logprobs or plan.search is not None,
         keep_stages=given.keep_stages,
+        watched=_watched(settings),
         speculation=None if given.scoring else _speculation(model, plan, pipeline, sequences, sessions, given),
     )
     loop.started = started
@@ -137,6 +138,14 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
             if isinstance(step, CallersStep):
                 step.chooser = loop.chooser
     return Call(prepared, settings, tasks, outputs, loop, seed)
+
+
+def _watched(settings: Settings) -> str | None:
+    """What of a step the caller asked for, beside its tokens."""
+    names = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    if not settings.config.return_dict_in_generate:
+        return None
+    return next((name for name in names if getattr(settings.config, name)), None)
 
 
 def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:

@@ -161,6 +161,36 @@ class Chooser:
         owners = [walk.task for walk in walks]
         return StepRecord(owners, sequences, view.tokens, committed, pieces, places, outputs, picked)
 
+    def accept(
+        self, live: Sequence[tuple[Task, SequenceState]], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> StepRecord:
+        """Rows of their own take tokens that were picked elsewhere, by rules that keep no state.
+
+        Args:
+            live: [P] the rows.
+            tokens: [P] of each.
+            logprobs: [P] of these; empty where nobody keeps them.
+        """
+        now = time.perf_counter()
+        pieces, taken = [""] * len(live), [False] * len(live)
+        for place, (task, sequence) in enumerate(live):
+            if logprobs:
+                sequence.logprobs.append(logprobs[place])
+            try:
+                piece = sequence.commit(tokens[place], now)
+            except RowError as error:
+                sequence.fail(str(error))
+                continue
+            taken[place], pieces[place] = True, piece if task.streams else ""
+        tasks, sequences = [task for task, _ in live], [sequence for _, sequence in live]
+        places = [len(sequence.tokens) - 1 for sequence in sequences]
+        picked = Picked(torch.tensor(tokens), torch.empty(0))
+        return StepRecord(tasks, sequences, list(tokens), taken, pieces, places, Outputs({}), picked)
+
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Rows have taken these tokens by :meth:`accept`: rules see them from now on."""
+        self._history.extend(tokens)
+
     def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
         view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
         chosen = picked.tokens.unsqueeze(-1)

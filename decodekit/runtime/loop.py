@@ -19,6 +19,7 @@ from transformers.generation import StoppingCriteriaList
 from decodekit.core.drafts import Draft
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.runtime.choosing import Chooser, StepRecord, select_positions
+from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.scoring import Scoring
@@ -43,9 +44,11 @@ class Loop:
         criteria: the caller's own stopping criteria.
         keep_logprobs: note each token's log-probability.
         keep_stages: record the logits after each rule.
+        watched: what else looks at every step on the host, if anything.
         speculation: makes what drafts for the rows, if anything does.
 
     Attributes:
+        graphs: take the steps that need nothing from the host.
         chooser: from outputs to tokens.
         scorer: from outputs to scores.
     """
@@ -62,6 +65,7 @@ class Loop:
         criteria: StoppingCriteriaList | None = None,
         keep_logprobs: bool = False,
         keep_stages: bool = False,
+        watched: str | None = None,
         speculation: Callable[[Loop], Speculation] | None = None,
     ) -> None:
         self.sessions = tuple(sessions)
@@ -85,6 +89,20 @@ class Loop:
         # Rows that the sessions hold.
         self._held: set[int] = set()
         self.speculation = self.chooser.speculation = speculation(self) if speculation is not None else None
+        reasons = {
+            "drafts": self.speculation is not None,
+            "a trace": keep_stages,
+            "stopping criteria of the caller's own": bool(criteria),
+        }
+        self.graphs = Graphs(
+            self.sessions,
+            self.scorer,
+            pipeline,
+            self.chooser,
+            tasks,
+            keep_logprobs=keep_logprobs,
+            watched=watched or next((reason for reason, holds in reasons.items() if holds), None),
+        )
 
     @property
     def live(self) -> list[Live]:
@@ -99,6 +117,11 @@ class Loop:
             if self.speculation is not None:
                 stack.callback(self.speculation.close)
             while live := self.live:
+                if self.prefilled is not None and self.graphs.takes(live):
+                    self._rearrange()
+                    if (yield from self.graphs.run(live)):
+                        continue
+                    live = self.live
                 records = self._step(live)
                 if self.prefilled is None:
                     self.prefilled = time.perf_counter()

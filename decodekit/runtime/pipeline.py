@@ -19,6 +19,7 @@ from decodekit.core.errors import DecodekitError, PluginError, RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.random import TOKEN_LANE, inverse_cdf
 from decodekit.core.types import Request, Rows, draw
+from decodekit.kernels.sample import sample
 from decodekit.runtime.guard import guarded
 
 Fallback = Literal["error", "relax", "eos", "raw"]
@@ -131,6 +132,41 @@ class Pipeline:
             probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             tokens = inverse_cdf(probabilities, draw(rows.streams, rows.positions, TOKEN_LANE))
         return Picked(tokens, logits, failures, stages if record else [])
+
+    def why_not_captured(self) -> str | None:
+        """Why a graph cannot hold the steps; ``None``: it can, as far as they tell."""
+        for index, (name, step) in enumerate(self.steps):
+            if index in self.stateful:
+                return f"rule {name!r} keeps a state"
+            if not getattr(step, "capturable", False):
+                return f"rule {name!r} waits for the device"
+        return None
+
+    def pick_blindly(
+        self, rows: Rows, scores: Tensor, seeds: Tensor, counters: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Pick one token a position without ever waiting for the device; no rule may keep a state.
+
+        Args:
+            rows: what is known about the positions.
+            scores: [P, V] from the strategy.
+            seeds: [P] int64, Philox keys of the draws.
+            counters: [P, 4] int32, Philox counters.
+
+        Returns:
+            [P] tokens, [P, V] logits after all rules, and [P] bool: where no token is to be had, so that only a call can tell
+            what becomes of the row.
+        """
+        logits = scores
+        for index in range(len(self.steps)):
+            logits = self._apply(index, rows, logits, [()] * len(self.steps))
+        top, tokens = logits.max(-1)
+        broken = ~torch.isfinite(top)
+        if self.sample:
+            count = torch.ones_like(top, dtype=torch.float32)
+            keep_all = (count * logits.shape[1]).int()
+            tokens = sample(logits, count, keep_all, count, 0 * count, seeds, counters)
+        return torch.where(broken, 0, tokens), logits, broken
 
     def shape(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] logits as the steps make them that keep no state; a position that they leave nothing keeps what it had."""

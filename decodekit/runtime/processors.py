@@ -16,6 +16,10 @@ from decodekit.runtime.pipeline import Step
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.settings import Settings, processor_options
 
+_READ_LOGITS_ALONE = {
+    f"{name}LogitsWarper" for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")
+} | {"LogitNormalization"}
+
 
 class CallersStep:
     """One of the caller's logits processors as a step of the chain.
@@ -52,14 +56,18 @@ class OptionStep:
 
     Attributes:
         stateless: what they do depends on ids and logits alone, so that any position can be shown at any time.
+        capturable: what they do depends on logits alone, is the same for all rows and never waits for a GPU.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = processors
+        self.capturable = type(processors[0]).__name__ in _READ_LOGITS_ALONE
         self.stateless = not isinstance(processors[0], SynthIDTextWatermarkLogitsProcessor)
 
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
+        if self.capturable:
+            return self._processors[0](rows.tokens, logits.clone())
         lengths = rows.lengths.tolist()
         if len(set(lengths)) == 1 and all(own is self._processors[0] for own in self._processors):
             return self._processors[0](rows.tokens[:, : lengths[0]], logits.clone())

@@ -19,6 +19,7 @@ from typing_extensions import override
 from decodekit.cache.attention import check_config
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.prefix import Prompt
+from decodekit.cache.runs import Frame, Run
 from decodekit.core import compat
 from decodekit.core.errors import Refused
 from decodekit.core.few_rows import few_rows
@@ -26,6 +27,8 @@ from decodekit.core.heads import readout
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import RaggedForward, Stepper
+from decodekit.runtime.fused import fused
+from decodekit.runtime.shelf import give_back
 
 Ids = Sequence[int]
 
@@ -316,8 +319,55 @@ class PagedSession(Session):
     @override
     @contextmanager
     def optimized(self) -> Iterator[None]:
-        with super().optimized(), few_rows(self.model):
+        with super().optimized(), few_rows(self.model), fused(self.model):
             yield
+
+    def why_no_run(self) -> str | None:
+        """Why its rows cannot take many steps at once; ``None``: they can."""
+        if not self._direct or self._rollbacks:
+            return "rows that are gathered" if not self._direct else "rows that go back"
+        return self._cache.why_no_run()
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        """Tokens that each branch of these rows has in the cache."""
+        wanted = set(rows)
+        return [self._cache.rows[place].length for place, key in enumerate(self._order) if key.row in wanted]
+
+    def begin_run(self, rows: Sequence[int], tokens: Ids, steps: int) -> Run:
+        """Begin many steps of one token each of rows, [R], with the first token of each.
+
+        Raises:
+            OutOfBlocks: there is no room for all of it; nothing was taken.
+        """
+        place_of = {key: place for place, key in enumerate(self._order)}
+        places = [place_of[Key(name, row)] for name in self._prompts for row in rows]
+        return self._cache.begin_run(places, [*tokens] * len(self._prompts), steps)
+
+    def framed(self, frame: Frame) -> BranchOutputs:
+        """The outputs of the tokens in a frame, of all branches."""
+        return self._keep(self._forward.framed(frame), "main")
+
+    def split_run(self, outputs: BranchOutputs, rows: Sequence[int]) -> dict[str, BranchOutputs]:
+        """Views of a frame's outputs by branch."""
+        count = len(rows)
+        return {name: outputs.part(n * count, (n + 1) * count) for n, name in enumerate(self._prompts)}
+
+    def end_run(self, run: Run, tokens: Mapping[int, Ids]) -> None:
+        """End a run: a row, the tokens that it forwarded and keeps."""
+        owners = [row for _ in self._prompts for row in tokens]
+        for row in owners:
+            self.forwarded[row] += len(tokens[row])
+        run.finish([tokens[row] for row in owners])
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Hidden layers that are kept."""
+        return self._layers
+
+    def weights(self) -> int:
+        """Another number for other weights, or the same at other places."""
+        own = ((parameter.data_ptr(), parameter.dtype) for parameter in self.model.parameters())
+        return hash(tuple(own))
 
     @override
     def close(self) -> None:
@@ -325,6 +375,8 @@ class PagedSession(Session):
         if self._rollbacks:
             self._cache.deactivate_past_recording()
         self._order = []
+        self.raw = None
+        give_back(self.model, self._cache)
 
     def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
         """Forward the next tokens of these places; rows that share much are attended where it lies, once."""

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decodekit.kernels.paged_attention import paged_attention, plan_parts, plan_work
+from decodekit.kernels.paged_attention import (
+    FixedWork,
+    WorkShape,
+    next_split,
+    paged_attention,
+    plan_parts,
+    plan_work,
+)
 
 
 def make(
@@ -323,3 +330,45 @@ def test_work_needs_a_block_for_every_token(change, message) -> None:
     (_, _, _, table, lengths, start), _ = make([9, 5], [2, 2])
     with pytest.raises(ValueError, match=message):
         plan_work(*({"table": table, "lengths": lengths} | change).values(), start, block_size=4, group=1)
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten")
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, window) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("decodekit.kernels.paged_attention.work.TILES", (16, 16))
+    from decodekit.kernels.paged_attention import triton
+
+    # Shared whole splits, a row alone, and one that is not there.
+    now, ahead = [100, 103, 62, 0], 5
+    arguments, options = make([length + ahead for length in now], [1] * 4, shared=[([0, 1], 24)], dtype=torch.float32)
+    options["window"] = window
+    query, keys, values, table, lengths, start = arguments
+    on_device = [tensor.to(device) for tensor in (query, keys, values)]
+    cut = {"block_size": options["block_size"], "window": window, "group": 2}
+    lengths = torch.tensor(now)
+    plan = plan_work(table.clamp(min=0), lengths, start, **cut, ahead=ahead, device="cpu")
+    assert any(item[4] > 1 for _, own in plan.items for item in own.tolist()) == (window is None)
+    fixed = FixedWork(WorkShape.of(plan).roomy(table.shape[1] + 3, growth=1.5), 2, torch.device(device))
+    assert fixed.shape.holds(WorkShape.of(plan))
+    fixed.load(plan)
+    for _ in range(ahead + 1):
+        work = plan_work(table, lengths, start, **cut, device=device)
+        expected = triton.paged_attention(*on_device, work, **options)
+        assert torch.equal(triton.paged_attention(*on_device, fixed.work, **options), expected)
+        fixed.work.grown.add_(1)
+        lengths = lengths + (lengths > 0)
+
+
+@pytest.mark.parametrize("length", [1, 511, 512, 8191, 8192, 16383, 16384, 200_000])
+def test_the_next_split_is_where_the_cuts_move(length) -> None:
+    def cuts(length):
+        table, start = torch.arange(-(-length // 16))[None], torch.tensor([0, 1])
+        items = plan_work(table, torch.tensor([length]), start, block_size=16, group=4).items
+        return {stop - first for _, own in items for _, first, stop, *_ in own.tolist()[:1]} if length > 2048 else None
+
+    after = next_split(length)
+    if after is None:
+        assert cuts(length) == cuts(2 * length)
+    elif length > 2048:
+        assert cuts(length) == cuts(after - 1) != cuts(after)

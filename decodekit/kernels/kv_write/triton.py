@@ -62,10 +62,10 @@ def _write(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * stride_s).to(tl.int64)
     head, dim = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
-    there = (head < heads) & (dim < D)
+    there = (head < heads) & (dim < D) & (slot >= 0)
     key = tl.load(keys + token * stride_kn + head * stride_kh + dim, mask=there)
     tl.store(key_cache + slot * stride_kcs + head * stride_kch + dim, key.to(key_cache.dtype.element_ty), mask=there)
-    there = (head < heads) & (dim < DV)
+    there = (head < heads) & (dim < DV) & (slot >= 0)
     value = tl.load(values + token * stride_vn + head * stride_vh + dim, mask=there)
     tl.store(
         value_cache + slot * stride_vcs + head * stride_vch + dim, value.to(value_cache.dtype.element_ty), mask=there

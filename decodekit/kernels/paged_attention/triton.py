@@ -62,6 +62,7 @@ def paged_attention(
             work.table,
             items,
             work.members,
+            work.grown,
             sinks,
             output,
             parts,
@@ -114,6 +115,7 @@ def _attend(
     table,
     items,
     members,
+    grown,
     sinks,
     output,
     parts,
@@ -143,6 +145,8 @@ def _attend(
     item, head = items + tl.program_id(0) // key_heads * 8, tl.program_id(0) % key_heads
     row, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     first, count = tl.load(item + 3), tl.load(item + 4)
+    if count == 0:
+        return
     column = tl.arange(0, TILE)
     live = column < count * GROUP
     place = tl.where(live, tl.load(item + 5), 0).to(tl.int64)
@@ -153,6 +157,11 @@ def _attend(
         place = tl.load(member, mask=live, other=0).to(tl.int64)
         position = tl.load(member + 1, mask=live, other=-1)
         part = tl.load(member + 2, mask=live, other=-1).to(tl.int64)
+    if grown is not None:
+        position = tl.where(live, position + tl.load(grown), -1)
+        stop = tl.minimum(stop, tl.max(position, 0) + 1)
+        if window is not None:
+            start = tl.maximum(start, tl.min(tl.where(live, position, 2147483647), 0) - window + 1)
     query_head = head * GROUP + column % GROUP
     dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     queries = tl.load(
@@ -233,6 +242,8 @@ def _merge(
 ):
     merge, head = merges + tl.program_id(0) * 3, tl.program_id(1)
     place, first, count = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64), tl.load(merge + 2)
+    if place < 0:
+        return
     number, dim = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
     highest = float("-inf")
     total = 0.0

@@ -40,6 +40,7 @@ class Work:
         merges: [Q, 3] int32: place of the query, first part, number of parts; 0 where a query sees nothing.
         num_parts: how many parts there are.
         group: query heads a K/V head, for which the items were cut.
+        grown: [1] int32, tokens that every row got since then; ``None``: none.
     """
 
     table: Tensor
@@ -48,6 +49,7 @@ class Work:
     merges: Tensor
     num_parts: int
     group: int
+    grown: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def plan_work(
     block_size: int,
     group: int,
     window: int | None = None,
+    ahead: int = 0,
     device: torch.device | str | None = None,
 ) -> Work:
     """Divide the attention of a batch of rows into items for the kernel. Best called with tensors on the host.
@@ -84,6 +87,8 @@ def plan_work(
         block_size: tokens a block.
         group: query heads a K/V head.
         window: tokens a query sees, itself included; ``None``: all.
+        ahead: the work also serves the next steps in which every row has got as many as ``ahead`` tokens more (see
+            :attr:`Work.grown`); no row may pass a length of :func:`next_split` then.
         device: where the work is needed; ``None``: where ``block_table`` is.
 
     Raises:
@@ -95,7 +100,10 @@ def plan_work(
     rows = _rows(table, length, starts, block_size, window)
     cut = rows.count <= _MOST_SPLIT_QUERIES
     narrow, wide = (max(tile, 1 << (group - 1).bit_length()) for tile in TILES)
-    members, merges, num_parts, sizes, keys = _cut(rows[cut], table, block_size)
+    # Later the window of a row begins within a split that others see whole.
+    members, merges, num_parts, sizes, keys = _cut(
+        rows[cut], table, block_size, ahead, shares=not ahead or window is None
+    )
     whole_members, whole_sizes, whole_keys = _whole(rows[~cut], wide // group, window)
     few = sizes * group <= narrow
     begins, whole_begins = np.cumsum(sizes) - sizes, np.cumsum(whole_sizes) - whole_sizes + len(members)
@@ -154,16 +162,30 @@ def _spread(first: Ints, count: Ints) -> Ints:
     return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
-def _cut(rows: _Rows, table: NDArray[np.int32], block_size: int) -> tuple[Ints, Ints, int, Ints, Ints]:
+def _split_sizes(lengths: Ints) -> Ints:
+    return np.clip((1 << np.log2(lengths).astype(np.int64)) // _PARTS, *SPLITS)
+
+
+def next_split(length: int) -> int | None:
+    """The length at which a row of ``length`` tokens is first cut at other places; ``None``: it never is."""
+    if length >= _PARTS * SPLITS[1]:
+        return None
+    return max(1 << length.bit_length(), 2 * _PARTS * SPLITS[0])
+
+
+def _cut(
+    rows: _Rows, table: NDArray[np.int32], block_size: int, ahead: int, *, shares: bool
+) -> tuple[Ints, Ints, int, Ints, Ints]:
     """Rows whose keys are cut: members, merges, number of parts; and of each group its members and (row, start, stop)."""
-    size = np.clip((1 << np.log2(rows.length).astype(np.int64)) // _PARTS, *SPLITS)
-    begin, stop = rows.first // size, -(-rows.length // size)
+    size, last = _split_sizes(rows.length), rows.length + ahead
+    begin, stop = rows.first // size, -(-last // size)
     splits = stop - begin
     pair = np.repeat(np.arange(len(splits)), splits)  # of a row and a split
     split = _spread(begin, splits)
     size = size[pair]
-    start, end = np.maximum(split * size, rows.first[pair]), np.minimum((split + 1) * size, rows.length[pair])
-    order, leads = _shared(rows.number[pair], split, size, end - start == size, table, block_size)
+    start, end = np.maximum(split * size, rows.first[pair]), np.minimum((split + 1) * size, last[pair])
+    whole = (end - start == size) & (end <= rows.length[pair]) & shares
+    order, leads = _shared(rows.number[pair], split, size, whole, table, block_size)
     pair, split, start, end = pair[order], split[order], start[order], end[order]
     parts = np.where(splits > 1, splits * rows.count, 0)
     base = np.cumsum(parts) - parts  # of a row's parts: all splits of its first query, then of its next
