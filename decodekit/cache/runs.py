@@ -18,7 +18,7 @@ from decodekit.cache.rows import Row
 from decodekit.cache.storage import FullStore
 from decodekit.core.errors import InputError, Refused
 from decodekit.kernels import triton_runs
-from decodekit.kernels.paged_attention import FixedWork, Part, Work, WorkShape, next_split, plan_work
+from decodekit.kernels.paged_attention import FixedWork, Part, Work, WorkShape, next_split, plan_work, why_torch
 
 if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
@@ -38,8 +38,10 @@ class FixedLayout(Layout):
         """The plan.
 
         Raises:
-            Refused: it was made for other heads.
+            Refused: it was made for other heads, or for the kernel where that does not serve these tensors.
         """
+        if (reason := why_torch(query, keys, values)) is not None:
+            raise Refused(f"{reason} need a plan of their own for every step")
         if (group := query.shape[1] // keys.shape[1]) != self._work.group:
             raise Refused(f"{group} query heads a K/V head in one layer and {self._work.group} in others")
         self.path = "triton"

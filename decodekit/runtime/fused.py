@@ -33,13 +33,16 @@ _CLOSE = 2e-2  # of two computations in half precision
 
 
 @contextmanager
-def fused(model: nn.Module) -> Iterator[None]:
+def fused(model: Any) -> Iterator[None]:
     """A context in which forwards of few rows of a half-precision model on a GPU run fused kernels; elsewhere nothing changes.
 
     Args:
         model: the model; a module whose forward was already replaced (hooks of accelerate, ...) is left alone.
     """
-    plan = _PLANS.of(model)
+    # Modules that were added or replaced since (adapters) make another plan.
+    modules = [*model.modules()]
+    hooks = sum(len(own._forward_hooks) + len(own._forward_pre_hooks) for own in modules)
+    plan = _PLANS.of(model, (hash(tuple(map(id, modules))), model.dtype, model.device, hooks))
     if not plan.made:
         plan.make(model)
     replaced = [(module, forward) for module, forward in plan.forwards if "forward" not in vars(module)]
@@ -98,7 +101,7 @@ class _Plan:
             fits = [offset for offset in (0.0, 1.0) if _close(module(given), rms_norm(given, weight, eps, offset))]
             known[type(module)] = fits[0] if fits else None
         if (offset := known[type(module)]) is not None:
-            self.forwards.append((module, partial(_norm, weight, eps, offset)))
+            self.forwards.append((module, partial(_norm, module, eps, offset)))
 
     def _together(self, layers: Sequence[Any]) -> None:
         shared = _Together(layers)
@@ -151,6 +154,8 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer with weights as the kernel reads them."""
     if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
         return False
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
     weight = module.weight
     return weight.dtype in _HALVES and triton_runs(weight.device) and weight.is_contiguous()
 
@@ -167,16 +172,17 @@ class _Linear:
     """The forward of a linear layer; ``residual`` is added to the next one's result."""
 
     def __init__(self, layer: Any) -> None:
-        self._weight, self._bias = layer.weight, layer.bias
+        self._layer = layer
         self.residual: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         residual, self.residual = self.residual, None
-        if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != self._weight.dtype:
-            output = nn.functional.linear(hidden, self._weight, self._bias)
+        weight, bias = self._layer.weight, self._layer.bias
+        if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != weight.dtype:
+            output = nn.functional.linear(hidden, weight, bias)
             return output if residual is None else residual + output
         added = None if residual is None else residual.reshape(rows, -1)
-        output = linear(hidden.reshape(rows, -1), [self._weight], [self._bias], added)
+        output = linear(hidden.reshape(rows, -1), [weight], [bias], added)
         return output.view(*hidden.shape[:-1], -1)
 
 
@@ -184,25 +190,26 @@ class _Together:
     """The forwards of linear layers that are given the same rows one after the other: the first computes all."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._weights, self._biases = [own.weight for own in layers], [own.bias for own in layers]
-        self._sizes = [len(weight) for weight in self._weights]
+        self._layers = layers
         self._given: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
     def __call__(self, place: int, hidden: Tensor) -> Tensor:
-        if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != self._weights[0].dtype:
-            return nn.functional.linear(hidden, self._weights[place], self._biases[place])
+        own = self._layers[place]
+        if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != own.weight.dtype:
+            return nn.functional.linear(hidden, own.weight, own.bias)
         if hidden is not self._given:
-            whole = linear(hidden.reshape(rows, -1), self._weights, self._biases)
-            self._given, self._parts = hidden, whole.view(*hidden.shape[:-1], -1).split(self._sizes, dim=-1)
+            weights, biases = [own.weight for own in self._layers], [own.bias for own in self._layers]
+            whole = linear(hidden.reshape(rows, -1), weights, biases).view(*hidden.shape[:-1], -1)
+            self._given, self._parts = hidden, whole.split([len(weight) for weight in weights], dim=-1)
         part = self._parts[place]
-        if place == len(self._sizes) - 1:
+        if place == len(self._layers) - 1:
             self._given, self._parts = None, ()
         return part
 
 
-def _norm(weight: Tensor, eps: float, offset: float, hidden: Tensor) -> Tensor:
-    return rms_norm(hidden, weight, eps, offset)
+def _norm(module: Any, eps: float, offset: float, hidden: Tensor) -> Tensor:
+    return rms_norm(hidden, module.weight, eps, offset)
 
 
 def _feed_forward(module: Any, hidden: Tensor) -> Tensor:

@@ -309,7 +309,20 @@ def test_kernel_left_pads_are_zeros_and_blocks_a_window_let_go_are_not_read(devi
 
 
 @pytest.mark.parametrize(
-    ("length", "parts"), [(512, 1), (513, 2), (4096, 8), (8191, 16), (8192, 8), (16384, 8), (131072, 64)]
+    ("length", "parts"),
+    [
+        (128, 1),
+        (511, 4),
+        (512, 2),
+        (513, 3),
+        (1023, 4),
+        (1024, 2),
+        (4096, 8),
+        (8191, 16),
+        (8192, 8),
+        (16384, 8),
+        (131072, 64),
+    ],
 )
 def test_parts_depend_on_the_length_alone(length, parts) -> None:
     table, start = torch.arange(-(-length // 16))[None], torch.tensor([0, 1])
@@ -340,7 +353,7 @@ def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, 
     from decodekit.kernels.paged_attention import triton
 
     # Shared whole splits, a row alone, and one that is not there.
-    now, ahead = [100, 103, 62, 0], 5
+    now, ahead = [100, 103, 50, 0], 5
     arguments, options = make([length + ahead for length in now], [1] * 4, shared=[([0, 1], 24)], dtype=torch.float32)
     options["window"] = window
     query, keys, values, table, lengths, start = arguments
@@ -360,15 +373,17 @@ def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, 
         lengths = lengths + (lengths > 0)
 
 
-@pytest.mark.parametrize("length", [1, 511, 512, 8191, 8192, 16383, 16384, 200_000])
+@pytest.mark.parametrize("length", [1, 511, 512, 600, 1023, 1024, 8191, 8192, 16383, 16384, 200_000])
 def test_the_next_split_is_where_the_cuts_move(length) -> None:
-    def cuts(length):
-        table, start = torch.arange(-(-length // 16))[None], torch.tensor([0, 1])
-        items = plan_work(table, torch.tensor([length]), start, block_size=16, group=4).items
-        return {stop - first for _, own in items for _, first, stop, *_ in own.tolist()[:1]} if length > 2048 else None
+    def first_cut(length):
+        # A part that ends before the row does.
+        table, start = torch.arange(-(-length // 16) + 1)[None], torch.tensor([0, 1])
+        work = plan_work(table, torch.tensor([length]), start, block_size=16, group=4)
+        return min(stop for _, own in work.items for _, _, stop, *_ in own.tolist())
 
     after = next_split(length)
     if after is None:
-        assert cuts(length) == cuts(2 * length)
-    elif length > 2048:
-        assert cuts(length) == cuts(after - 1) != cuts(after)
+        assert first_cut(length) == first_cut(2 * length)
+    else:
+        assert min(first_cut(after - 1), first_cut(max(length, 300))) < after
+        assert first_cut(after) != first_cut(after - 1)

@@ -1,20 +1,25 @@
 """Linear layers on few rows in Triton: a program streams some rows of a weight once, whatever the number of rows of the input.
 
-Products are kept transposed, weights by rows of the input: the weights fill a matrix instruction, however few rows there are.
+One row is multiplied by ordinary arithmetic, which leaves room for many small programs. For more, products are kept transposed,
+weights by rows of the input: the weights fill a matrix instruction, however few rows there are. Weights do not depend on what
+runs before, so that a program fetches its first ones while it waits for the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decodekit.kernels import overlaps
 
 
 class Tuning(NamedTuple):
-    """How a product is cut: outputs and inputs a step, steps in flight, warps."""
+    """How a product is cut: outputs and inputs a step, steps in flight (for one row: unrolled), warps."""
 
     outputs: int
     inputs: int
@@ -22,13 +27,18 @@ class Tuning(NamedTuple):
     num_warps: int
 
 
-def tuning(outputs: int) -> Tuning:
-    """What was fastest on an H200 for so many outputs."""
-    return Tuning(16, 256, 4, 4) if outputs <= 8192 else Tuning(32, 256, 4, 4)
+def tuning(rows: int, outputs: int, inputs: int) -> Tuning:
+    """What was fastest on an H200 for so many rows, outputs and inputs."""
+    if rows == 1:
+        return Tuning(8, 1024, 2, 4)
+    if outputs > 8192:
+        return Tuning(64, 128, 4, 4)
+    return Tuning(64, 128, 4, 4) if inputs <= 4096 and outputs > 4096 else Tuning(32, 256, 4, 4)
 
 
-GATED = Tuning(16, 256, 4, 4)
-"""What was fastest on an H200 for the gated layer."""
+def gated_tuning(rows: int) -> Tuning:
+    """What was fastest on an H200 for so many rows of the gated layer."""
+    return Tuning(4, 1024, 2, 4) if rows == 1 else Tuning(64, 128, 4, 4)
 
 
 def linear(
@@ -42,7 +52,7 @@ def linear(
     rows, width = hidden.shape
     sizes = [len(weight) for weight in weights]
     output = hidden.new_empty((rows, sum(sizes)))
-    cut = cut or tuning(sum(sizes))
+    cut = cut or tuning(rows, sum(sizes), width)
     blocks = [triton.cdiv(size, cut.outputs) for size in sizes]
     first, second, third = [*weights, *[weights[0]] * (3 - len(weights))]
     sizes += [0] * (3 - len(sizes))
@@ -66,15 +76,47 @@ def linear(
         output.stride(0),
         *sizes,
         *blocks[:2],
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        OUTPUTS=cut.outputs,
-        INPUTS=cut.inputs,
-        WHOLE=width % cut.inputs == 0,
         SEVERAL=len(weights) > 1,
-        num_stages=cut.num_stages,
-        num_warps=cut.num_warps,
+        **_options(hidden, cut),
     )
     return output
+
+
+def gated_linear(hidden: Tensor, gate: Tensor, up: Tensor, cut: Tuning | None = None) -> Tensor:
+    """As the reference; the last dimension of all tensors is contiguous, and the weights have the same strides."""
+    rows, width = hidden.shape
+    size = len(gate)
+    output = hidden.new_empty((rows, size))
+    cut = cut or gated_tuning(rows)
+    _gated[(triton.cdiv(size, cut.outputs),)](
+        hidden,
+        gate,
+        up,
+        output,
+        rows,
+        width,
+        hidden.stride(0),
+        gate.stride(0),
+        size,
+        **_options(hidden, cut),
+    )
+    return output
+
+
+def _options(hidden: Tensor, cut: Tuning) -> dict[str, Any]:
+    rows, width = hidden.shape
+    overlap = overlaps(hidden.device)
+    return {
+        "ROWS": 1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        "OUTPUTS": cut.outputs,
+        "INPUTS": cut.inputs,
+        "UNROLL": cut.num_stages,
+        "WHOLE": width % cut.inputs == 0,
+        "OVERLAP": overlap,
+        "num_stages": 1 if rows == 1 else cut.num_stages,
+        "num_warps": cut.num_warps,
+        **({"launch_pdl": True} if overlap else {}),
+    }
 
 
 @triton.jit
@@ -101,11 +143,13 @@ def _linear(
     third_size,
     first_blocks,
     second_blocks,
+    SEVERAL: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    UNROLL: tl.constexpr,
     WHOLE: tl.constexpr,
-    SEVERAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     block = tl.program_id(0)
     weight, stride_w, size, before = first, stride_first, first_size, 0 * block
@@ -116,33 +160,25 @@ def _linear(
         elif block >= first_blocks:
             weight, stride_w, size, before = second, stride_second, second_size, first_size
             block -= first_blocks
-    place = block * OUTPUTS + tl.arange(0, OUTPUTS)
-    row, column = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    place, row = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     # Behind the last output, the last weight is read once more: a mask would cost every read.
-    weights = weight + tl.minimum(place, size - 1).to(tl.int64)[:, None] * stride_w + column[None, :]
-    inputs = hidden + tl.minimum(row, rows - 1)[None, :] * stride_h + column[:, None]
-    result = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in range(0, width, INPUTS):
-        if WHOLE:
-            some = tl.load(weights, eviction_policy="evict_first")
-            given = tl.load(inputs)
-        else:
-            some = tl.load(weights, mask=(start + column < width)[None, :], other=0.0)
-            given = tl.load(inputs, mask=(start + column < width)[:, None], other=0.0)
-        result = tl.dot(some, given, result, input_precision="ieee")
-        weights += INPUTS
-        inputs += INPUTS
+    weights = weight + tl.minimum(place, size - 1).to(tl.int64)[:, None] * stride_w
+    if OVERLAP:
+        gdc_launch_dependents()
+        _prefetch(weights, width, INPUTS, UNROLL)
+        gdc_wait()
+    if ROWS == 1:
+        result = _row(hidden, weights, width, OUTPUTS, INPUTS, UNROLL, WHOLE)[:, None]
+    else:
+        result = _rows(hidden, weights, rows, width, stride_h, ROWS, OUTPUTS, INPUTS, WHOLE)
     there = place < size
     if first_bias is not None:
-        bias = tl.load(first_bias + place, mask=there & (before == 0), other=0.0).to(tl.float32)
-        if SEVERAL:
-            if second_bias is not None:
-                bias += tl.load(second_bias + place, mask=there & (before == first_size), other=0.0).to(tl.float32)
-            if third_bias is not None:
-                bias += tl.load(third_bias + place, mask=there & (before == first_size + second_size), other=0.0).to(
-                    tl.float32
-                )
-        result += bias[:, None]
+        result += _bias(first_bias, place, size, before, 0)[:, None]
+    if SEVERAL:
+        if second_bias is not None:
+            result += _bias(second_bias, place, size, before, first_size)[:, None]
+        if third_bias is not None:
+            result += _bias(third_bias, place, size, before, first_size + second_size)[:, None]
     kept = there[:, None] & (row < rows)[None, :]
     if residual is not None:
         added = residual + row[None, :] * stride_r + place[:, None] + before
@@ -150,30 +186,10 @@ def _linear(
     tl.store(output + row[None, :] * stride_o + place[:, None] + before, result.to(output.dtype.element_ty), mask=kept)
 
 
-def gated_linear(hidden: Tensor, gate: Tensor, up: Tensor, cut: Tuning | None = None) -> Tensor:
-    """As the reference; the last dimension of all tensors is contiguous, and the weights have the same strides."""
-    rows, width = hidden.shape
-    size = len(gate)
-    output = hidden.new_empty((rows, size))
-    cut = cut or GATED
-    _gated[(triton.cdiv(size, cut.outputs),)](
-        hidden,
-        gate,
-        up,
-        output,
-        rows,
-        width,
-        hidden.stride(0),
-        gate.stride(0),
-        size,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        OUTPUTS=cut.outputs,
-        INPUTS=cut.inputs,
-        WHOLE=width % cut.inputs == 0,
-        num_stages=cut.num_stages,
-        num_warps=cut.num_warps,
-    )
-    return output
+@triton.jit
+def _bias(bias, place, size, before, own):
+    """The bias of the layer whose outputs begin at ``own``, where these do."""
+    return tl.load(bias + place, mask=place < tl.where(before == own, size, 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -190,29 +206,137 @@ def _gated(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    UNROLL: tl.constexpr,
     WHOLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    place = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row, column = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    place, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     # Behind the last output, the last weight is read once more: a mask would cost every read.
-    offset = tl.minimum(place, size - 1).to(tl.int64)[:, None] * stride_w + column[None, :]
-    gates, ups = gate + offset, up + offset
-    inputs = hidden + tl.minimum(row, rows - 1)[None, :] * stride_h + column[:, None]
-    opened, passed = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in range(0, width, INPUTS):
-        if WHOLE:
-            some, others = tl.load(gates, eviction_policy="evict_first"), tl.load(ups, eviction_policy="evict_first")
-            given = tl.load(inputs)
-        else:
-            there = start + column < width
-            some = tl.load(gates, mask=there[None, :], other=0.0)
-            others = tl.load(ups, mask=there[None, :], other=0.0)
-            given = tl.load(inputs, mask=there[:, None], other=0.0)
-        opened = tl.dot(some, given, opened, input_precision="ieee")
-        passed = tl.dot(others, given, passed, input_precision="ieee")
-        gates += INPUTS
-        ups += INPUTS
-        inputs += INPUTS
+    offset = tl.minimum(place, size - 1).to(tl.int64)[:, None] * stride_w
+    if OVERLAP:
+        gdc_launch_dependents()
+        _prefetch(gate + offset, width, INPUTS, UNROLL)
+        _prefetch(up + offset, width, INPUTS, UNROLL)
+        gdc_wait()
+    if ROWS == 1:
+        opened, passed = _row_twice(hidden, gate + offset, up + offset, width, OUTPUTS, INPUTS, UNROLL, WHOLE)
+        opened, passed = opened[:, None], passed[:, None]
+    else:
+        opened, passed = _rows_twice(
+            hidden, gate + offset, up + offset, rows, width, stride_h, ROWS, OUTPUTS, INPUTS, WHOLE
+        )
     result = opened / (1.0 + tl.exp(-opened)) * passed
     kept = (place < size)[:, None] & (row < rows)[None, :]
     tl.store(output + row[None, :] * size + place[:, None], result.to(output.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _prefetch(weights, width, INPUTS: tl.constexpr, STEPS: tl.constexpr):
+    """Fetch the weights of the first steps into the L2 cache, by lines of 128 bytes."""
+    line: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
+    for step in tl.static_range(STEPS):
+        column = step * INPUTS + tl.arange(0, INPUTS // line) * line
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];\n\tmov.u32 $0, 0;",
+            "=r,l",
+            [(weights + tl.minimum(column, width - 1)[None, :]).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _tile(source, start, width, column, WHOLE: tl.constexpr):
+    if WHOLE:
+        tile = tl.load(source + start + column, eviction_policy="evict_first")
+    else:
+        tile = tl.load(source + start + column, mask=start + column < width, other=0.0)
+    return tile
+
+
+@triton.jit
+def _row(
+    hidden,
+    weights,
+    width,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """[OUTPUTS] products with one row."""
+    column = tl.arange(0, INPUTS)[None, :]
+    result = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for start in tl.range(0, width, INPUTS, loop_unroll_factor=UNROLL):
+        given = tl.load(hidden + start + column, mask=start + column < width, other=0.0).to(tl.float32)
+        result += _tile(weights, start, width, column, WHOLE).to(tl.float32) * given
+    return tl.sum(result, 1)
+
+
+@triton.jit
+def _row_twice(
+    hidden,
+    gates,
+    ups,
+    width,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    column = tl.arange(0, INPUTS)[None, :]
+    opened, passed = tl.zeros([OUTPUTS, INPUTS], tl.float32), tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for start in tl.range(0, width, INPUTS, loop_unroll_factor=UNROLL):
+        given = tl.load(hidden + start + column, mask=start + column < width, other=0.0).to(tl.float32)
+        opened += _tile(gates, start, width, column, WHOLE).to(tl.float32) * given
+        passed += _tile(ups, start, width, column, WHOLE).to(tl.float32) * given
+    return tl.sum(opened, 1), tl.sum(passed, 1)
+
+
+@triton.jit
+def _rows(
+    hidden,
+    weights,
+    rows,
+    width,
+    stride_h,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """[OUTPUTS, ROWS] products."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    inputs = hidden + tl.minimum(row, rows - 1)[None, :] * stride_h
+    result = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, width, INPUTS):
+        some = _tile(weights, start, width, column[None, :], WHOLE)
+        given = tl.load(inputs + start + column[:, None], mask=(start + column < width)[:, None], other=0.0)
+        result = tl.dot(some, given, result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _rows_twice(
+    hidden,
+    gates,
+    ups,
+    rows,
+    width,
+    stride_h,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    row, column = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    inputs = hidden + tl.minimum(row, rows - 1)[None, :] * stride_h
+    opened, passed = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, width, INPUTS):
+        some = _tile(gates, start, width, column[None, :], WHOLE)
+        others = _tile(ups, start, width, column[None, :], WHOLE)
+        given = tl.load(inputs + start + column[:, None], mask=(start + column < width)[:, None], other=0.0)
+        opened = tl.dot(some, given, opened, input_precision="ieee")
+        passed = tl.dot(others, given, passed, input_precision="ieee")
+    return opened, passed

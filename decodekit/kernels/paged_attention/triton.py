@@ -6,12 +6,15 @@ Scores are kept transposed, keys by queries: the keys fill the rows of a matrix 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from decodekit.kernels import overlaps
 from decodekit.kernels.paged_attention.work import Work
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -53,7 +56,10 @@ def paged_attention(
     lse = query.new_empty((work.num_parts, heads), dtype=torch.float32)
     widths = {"D": width, "DV": value_width}
     padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in widths.items()}
-    tuning = _tuning(query.dtype, max(padded.values()))
+    tuning: dict[str, Any] = _tuning(query.dtype, max(padded.values()))
+    overlap: dict[str, Any] = {"OVERLAP": overlaps(query.device)}
+    if overlap["OVERLAP"]:
+        overlap["launch_pdl"] = True
     for tile, items in work.items:
         _attend[(len(items) * key_heads,)](
             query,
@@ -82,6 +88,7 @@ def paged_attention(
             **widths,
             **padded,
             **tuning,
+            **overlap,
         )
     if len(work.merges):
         _merge[(len(work.merges), heads)](
@@ -95,6 +102,7 @@ def paged_attention(
             DV=value_width,
             BLOCK_DV=padded["BLOCK_DV"],
             num_warps=1,
+            **overlap,
         )
     return output
 
@@ -140,7 +148,11 @@ def _attend(
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     # The heads of an item one after the other: what they all read of it is in the cache then.
     item, head = items + tl.program_id(0) // key_heads * 8, tl.program_id(0) % key_heads
     row, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -239,7 +251,11 @@ def _merge(
     PARTS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     merge, head = merges + tl.program_id(0) * 3, tl.program_id(1)
     place, first, count = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64), tl.load(merge + 2)
     if place < 0:

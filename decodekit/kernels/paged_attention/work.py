@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SPLITS = 512, 2048
-"""Least and most keys a part: short ones occupy the processor with few rows, long ones cost less to begin and to merge."""
+"""Least and most keys a part of a long row: short ones occupy the processor with few rows, long ones cost less to begin and to
+merge."""
 
 _PARTS = 8  # at least, of a row between these; powers of 2, all three
 
@@ -163,14 +164,18 @@ def _spread(first: Ints, count: Ints) -> Ints:
 
 
 def _split_sizes(lengths: Ints) -> Ints:
-    return np.clip((1 << np.log2(lengths).astype(np.int64)) // _PARTS, *SPLITS)
+    sizes = np.clip((1 << np.log2(lengths).astype(np.int64)) // _PARTS, *SPLITS)
+    # A short row alone would wait for few programs, each with many of its keys.
+    short = np.where(lengths < SPLITS[0], SPLITS[0] // 4, SPLITS[0] // 2)
+    return np.where(lengths < 2 * SPLITS[0], short, sizes)
 
 
 def next_split(length: int) -> int | None:
     """The length at which a row of ``length`` tokens is first cut at other places; ``None``: it never is."""
-    if length >= _PARTS * SPLITS[1]:
-        return None
-    return max(1 << length.bit_length(), 2 * _PARTS * SPLITS[0])
+    borders = [SPLITS[0], 2 * SPLITS[0], 2 * _PARTS * SPLITS[0]]
+    while 2 * borders[-1] <= _PARTS * SPLITS[1]:
+        borders.append(2 * borders[-1])
+    return next((border for border in borders if border > length), None)
 
 
 def _cut(
@@ -207,7 +212,7 @@ def _shared(
     row: Ints, split: Ints, size: Ints, full: NDArray[np.bool_], table: NDArray[np.int32], block_size: int
 ) -> tuple[Ints, NDArray[np.bool_]]:
     """The order that brings the pairs of a row and a split with the same blocks together, and which begin a group."""
-    if SPLITS[0] % block_size or not len(row):
+    if SPLITS[0] // 4 % block_size or not len(row):
         return np.arange(len(row)), np.ones(len(row), dtype=bool)
     first = split * size // block_size
     order = np.lexsort((table[row, first], first, size))

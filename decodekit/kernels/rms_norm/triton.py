@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decodekit.kernels import overlaps
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -22,13 +25,18 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float = 0.0) ->
         eps,
         offset,
         SIZE=size,
+        OVERLAP=(overlap := overlaps(hidden.device)),
         num_warps=max(1, min(16, size // 512)),
+        **({"launch_pdl": True} if overlap else {}),
     )
     return output
 
 
 @triton.jit
-def _norm(hidden, weight, output, stride, width, eps, offset, SIZE: tl.constexpr):
+def _norm(hidden, weight, output, stride, width, eps, offset, SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     there = place < width

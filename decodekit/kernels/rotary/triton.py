@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decodekit.kernels import overlaps
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +38,9 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         width // 2,
         HEADS=some,
         HALF=half,
+        OVERLAP=(overlap := overlaps(query.device)),
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )
     return turned_query, turned_key
 
@@ -70,7 +75,11 @@ def _rotate(
     half,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, token = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
     head, dim = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
     cos += row * stride_cr + token * stride_ct + dim
