@@ -323,11 +323,9 @@ class _Pick:
         """What a graph holds."""
         scores = self._scorer(self._outputs())
         self._counters[:, 0] = self._rows.positions
-        tokens, final, broken = self._pipeline.pick_blindly(self._rows, scores, self._seeds, self._counters)
+        logprobs = self.read[2] if self._logprobs else None
+        tokens, broken = self._pipeline.pick_blindly(self._rows, scores, self._seeds, self._counters, logprobs)
         self.read[0], self.read[1] = tokens, broken
-        if self._logprobs:
-            chosen = final.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-            self.read[2] = chosen - final.logsumexp(-1)
         for frame in self._frames:
             # Every branch is fed the same token.
             frame.tokens[: frame.used].view(-1, len(tokens)).copy_(tokens)

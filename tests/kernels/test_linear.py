@@ -47,7 +47,7 @@ def test_a_strided_input_and_half_precision(device) -> None:
 
 
 @pytest.mark.usefixtures("unwritten")
-@pytest.mark.parametrize(("rows", "size", "width"), [(1, 40, 256), (5, 33, 100), (17, 16, 512)])
+@pytest.mark.parametrize(("rows", "size", "width"), [(1, 40, 256), (5, 33, 100), (17, 16, 512), (40, 16, 256)])
 def test_gated_equals_the_exact_product(device, rows, size, width) -> None:
     from decodekit.kernels.linear import triton
 

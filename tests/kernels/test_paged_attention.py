@@ -375,15 +375,27 @@ def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, 
 
 @pytest.mark.parametrize("length", [1, 511, 512, 600, 1023, 1024, 8191, 8192, 16383, 16384, 200_000])
 def test_the_next_split_is_where_the_cuts_move(length) -> None:
-    def first_cut(length):
-        # A part that ends before the row does.
+    def size(length):
         table, start = torch.arange(-(-length // 16) + 1)[None], torch.tensor([0, 1])
         work = plan_work(table, torch.tensor([length]), start, block_size=16, group=4)
-        return min(stop for _, own in work.items for _, _, stop, *_ in own.tolist())
+        return int(work.items[0][1][0, 8])
 
     after = next_split(length)
     if after is None:
-        assert first_cut(length) == first_cut(2 * length)
+        assert size(length) == size(2 * length)
     else:
-        assert min(first_cut(after - 1), first_cut(max(length, 300))) < after
-        assert first_cut(after) != first_cut(after - 1)
+        assert size(length) == size(after - 1) != size(after)
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten")
+@pytest.mark.parametrize("window", [None, 150])
+def test_joined_splits_change_no_bit(device, monkeypatch, window) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("decodekit.kernels.paged_attention.work.TILES", (16, 16))
+    arguments, options = make([200, 90, 130, 3], [1, 1, 2, 1], shared=[([0, 1], 8)], dtype=torch.float32)
+    options["window"] = window
+    apart, work = by_kernel(arguments, options, device)
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work._ENOUGH", 2)
+    joined, fewer = by_kernel(arguments, options, device)
+    assert sum(len(own) for _, own in fewer.items) < sum(len(own) for _, own in work.items)
+    assert torch.equal(apart, joined)

@@ -19,26 +19,34 @@ from decodekit.kernels import overlaps
 
 
 class Tuning(NamedTuple):
-    """How a product is cut: outputs and inputs a step, steps in flight (for one row: unrolled), warps."""
+    """How a product is cut: outputs and inputs a step, steps in flight (for one row: unrolled), warps, and how it is computed.
+
+    ``dot`` is by matrix instructions, which is the only way for several rows.
+    """
 
     outputs: int
     inputs: int
     num_stages: int
     num_warps: int
+    dot: bool = True
 
 
 def tuning(rows: int, outputs: int, inputs: int) -> Tuning:
     """What was fastest on an H200 for so many rows, outputs and inputs."""
     if rows == 1:
-        return Tuning(8, 1024, 2, 4)
-    if outputs > 8192:
-        return Tuning(64, 128, 4, 4)
-    return Tuning(64, 128, 4, 4) if inputs <= 4096 and outputs > 4096 else Tuning(32, 256, 4, 4)
+        if outputs > 32768:
+            return Tuning(128, 128, 3, 8)
+        return Tuning(8, 1024, 1, 8, dot=False) if outputs > 4096 else Tuning(16, 512, 2, 8, dot=False)
+    if outputs > 4096:
+        return Tuning(64, 128, 4, 4) if rows <= 16 or outputs > 8192 else Tuning(64, 128, 5, 8)
+    if inputs <= 8192:
+        return Tuning(64, 128, 4, 4) if rows <= 16 else Tuning(16, 256, 4, 2)
+    return Tuning(32, 256, 4, 2) if rows <= 16 else Tuning(16, 256, 4, 2)
 
 
 def gated_tuning(rows: int) -> Tuning:
     """What was fastest on an H200 for so many rows of the gated layer."""
-    return Tuning(4, 1024, 2, 4) if rows == 1 else Tuning(64, 128, 4, 4)
+    return Tuning(128, 128, 3, 8) if rows == 1 else Tuning(64, 128, 4 if rows <= 32 else 3, 4)
 
 
 def linear(
@@ -107,13 +115,14 @@ def _options(hidden: Tensor, cut: Tuning) -> dict[str, Any]:
     rows, width = hidden.shape
     overlap = overlaps(hidden.device)
     return {
-        "ROWS": 1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        "ROWS": max(16 if cut.dot else 1, triton.next_power_of_2(rows)),
         "OUTPUTS": cut.outputs,
         "INPUTS": cut.inputs,
         "UNROLL": cut.num_stages,
         "WHOLE": width % cut.inputs == 0,
         "OVERLAP": overlap,
-        "num_stages": 1 if rows == 1 else cut.num_stages,
+        # Single precision takes twice the shared memory.
+        "num_stages": max(1, cut.num_stages * 2 // hidden.element_size()) if cut.dot else 1,
         "num_warps": cut.num_warps,
         **({"launch_pdl": True} if overlap else {}),
     }

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from decodekit.kernels.paged_attention.work import Work
+from decodekit.kernels.paged_attention.work import COLUMNS, Work
 
 
 class WorkShape(NamedTuple):
@@ -62,13 +62,13 @@ class FixedWork:
 
     def __init__(self, shape: WorkShape, group: int, device: torch.device) -> None:
         self.shape = shape
-        sizes = [shape.rows * shape.blocks, *(8 * count for _, count in shape.items)]
+        sizes = [shape.rows * shape.blocks, *(COLUMNS * count for _, count in shape.items)]
         sizes += [3 * shape.members, 3 * shape.merges, 1]
         self._flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         table, *items, members, merges, grown = self._flat.split(sizes)
         self.work = Work(
             table.view(shape.rows, shape.blocks),
-            tuple((tile, part.view(-1, 8)) for (tile, _), part in zip(shape.items, items, strict=True)),
+            tuple((tile, part.view(-1, COLUMNS)) for (tile, _), part in zip(shape.items, items, strict=True)),
             members.view(-1, 3),
             merges.view(-1, 3),
             shape.num_parts,
