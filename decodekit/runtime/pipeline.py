@@ -20,6 +20,7 @@ from decodekit.core.protocols import Rule
 from decodekit.core.random import TOKEN_LANE, inverse_cdf
 from decodekit.core.types import Request, Rows, draw
 from decodekit.kernels.sample import sample
+from decodekit.kernels.top_token import top_token
 from decodekit.runtime.guard import guarded
 
 Fallback = Literal["error", "relax", "eos", "raw"]
@@ -163,7 +164,7 @@ class Pipeline:
         logits, filters = scores, self._last_filters() if self.sample else {}
         for index in range(len(self.steps) - len(filters)):
             logits = self._apply(index, rows, logits, [()] * len(self.steps))
-        top, tokens = logits.max(-1)
+        top, tokens = top_token(logits)
         broken = ~torch.isfinite(top)
         if self.sample:
             ones, drawn = torch.ones_like(top, dtype=torch.float32), torch.empty_like(top, dtype=torch.float32)

@@ -6,7 +6,6 @@ last that was used; a call that needs a larger one makes its own, which takes it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
@@ -14,16 +13,23 @@ from weakref import WeakSet
 import torch
 
 from decodekit.cache.paged import PagedCache
-from decodekit.core.shared import PerModel
 
 
-@dataclass
 class _Shelf:
-    cache: PagedCache | None = None
-    dtype: torch.dtype | None = None
+    """Lies on the model itself: what it holds refers to the model, and is collected with it. Copies of a model have none."""
+
+    def __init__(self) -> None:
+        self.cache: PagedCache | None = None
+        self.dtype: torch.dtype | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shelf:
+        return _Shelf()
+
+    def __reduce__(self) -> tuple[type[_Shelf], tuple[()]]:
+        return _Shelf, ()
 
 
-_SHELVES: PerModel[_Shelf] = PerModel(_Shelf)
+_NAME = "_decodekit_shelf"
 _BORROWED: WeakSet[PagedCache] = WeakSet()
 _LOCK = Lock()
 
@@ -31,7 +37,7 @@ _LOCK = Lock()
 def borrow(model: Any, num_blocks: int, block_size: int) -> PagedCache:
     """A cache for captured steps of a model, with at least so many blocks; :func:`give_back` ends the loan."""
     with _LOCK:
-        shelf = _SHELVES.of(model)
+        shelf = _shelf(model)
         cache, shelf.cache = shelf.cache, None
         if cache is not None and not _fits(cache, shelf.dtype, model, num_blocks, block_size):
             cache.captured.clear()
@@ -63,12 +69,17 @@ def give_back(model: Any, cache: PagedCache) -> None:
         if cache in _BORROWED:
             _BORROWED.discard(cache)
             cache.reset()
-            _SHELVES.of(model).cache = cache
+            _shelf(model).cache = cache
 
 
 def release(model: Any) -> None:
     """Give up the memory that is kept for the next call with this model."""
     with _LOCK:
-        if (cache := _SHELVES.of(model).cache) is not None:
+        if (cache := _shelf(model).cache) is not None:
             cache.captured.clear()
-        _SHELVES.forget(model)
+        vars(model).pop(_NAME)
+
+
+def _shelf(model: Any) -> _Shelf:
+    shelf: _Shelf = vars(model).setdefault(_NAME, _Shelf())
+    return shelf

@@ -14,7 +14,7 @@ def exact(hidden, weights, biases, residual):
 
 
 @pytest.mark.usefixtures("unwritten")
-@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17])
 @pytest.mark.parametrize(
     ("sizes", "width", "bias", "residual"),
     [

@@ -33,7 +33,7 @@ class Tuning(NamedTuple):
 
 def tuning(rows: int, outputs: int, inputs: int) -> Tuning:
     """What was fastest on an H200 for so many rows, outputs and inputs."""
-    if rows == 1:
+    if rows <= 2:
         if outputs > 32768:
             return Tuning(128, 128, 3, 8)
         return Tuning(8, 1024, 1, 8, dot=False) if outputs > 4096 else Tuning(16, 512, 2, 8, dot=False)
@@ -46,7 +46,7 @@ def tuning(rows: int, outputs: int, inputs: int) -> Tuning:
 
 def gated_tuning(rows: int) -> Tuning:
     """What was fastest on an H200 for so many rows of the gated layer."""
-    return Tuning(128, 128, 3, 8) if rows == 1 else Tuning(64, 128, 4 if rows <= 32 else 3, 4)
+    return Tuning(128, 128, 3, 8) if rows <= 2 else Tuning(64, 128, 4 if rows <= 32 else 3, 4)
 
 
 def linear(
@@ -178,6 +178,9 @@ def _linear(
         gdc_wait()
     if ROWS == 1:
         result = _row(hidden, weights, width, OUTPUTS, INPUTS, UNROLL, WHOLE)[:, None]
+    elif ROWS == 2:
+        one, two = _two_rows(hidden, hidden + stride_h, weights, width, OUTPUTS, INPUTS, UNROLL, WHOLE)
+        result = tl.where((row == 0)[None, :], one[:, None], two[:, None])
     else:
         result = _rows(hidden, weights, rows, width, stride_h, ROWS, OUTPUTS, INPUTS, WHOLE)
     there = place < size
@@ -265,6 +268,14 @@ def _tile(source, start, width, column, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _given(inputs, start, width, column, there, WHOLE: tl.constexpr):
+    """Rows of the input; those that are only there to fill a matrix instruction are not fetched."""
+    if not WHOLE:
+        there = there & (start + column < width)
+    return tl.load(inputs + start + column, mask=there, other=0.0)
+
+
+@triton.jit
 def _row(
     hidden,
     weights,
@@ -281,6 +292,27 @@ def _row(
         given = tl.load(hidden + start + column, mask=start + column < width, other=0.0).to(tl.float32)
         result += _tile(weights, start, width, column, WHOLE).to(tl.float32) * given
     return tl.sum(result, 1)
+
+
+@triton.jit
+def _two_rows(
+    hidden,
+    other,
+    weights,
+    width,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """[OUTPUTS] products with one row, and with another."""
+    column = tl.arange(0, INPUTS)[None, :]
+    one, two = tl.zeros([OUTPUTS, INPUTS], tl.float32), tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for start in tl.range(0, width, INPUTS, loop_unroll_factor=UNROLL):
+        weight = _tile(weights, start, width, column, WHOLE).to(tl.float32)
+        one += weight * tl.load(hidden + start + column, mask=start + column < width, other=0.0).to(tl.float32)
+        two += weight * tl.load(other + start + column, mask=start + column < width, other=0.0).to(tl.float32)
+    return tl.sum(one, 1), tl.sum(two, 1)
 
 
 @triton.jit
@@ -317,11 +349,11 @@ def _rows(
 ):
     """[OUTPUTS, ROWS] products."""
     row, column = tl.arange(0, ROWS), tl.arange(0, INPUTS)
-    inputs = hidden + tl.minimum(row, rows - 1)[None, :] * stride_h
+    inputs, there = hidden + row[None, :] * stride_h, (row < rows)[None, :]
     result = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(0, width, INPUTS):
         some = _tile(weights, start, width, column[None, :], WHOLE)
-        given = tl.load(inputs + start + column[:, None], mask=(start + column < width)[:, None], other=0.0)
+        given = _given(inputs, start, width, column[:, None], there, WHOLE)
         result = tl.dot(some, given, result, input_precision="ieee")
     return result
 
@@ -340,12 +372,12 @@ def _rows_twice(
     WHOLE: tl.constexpr,
 ):
     row, column = tl.arange(0, ROWS), tl.arange(0, INPUTS)
-    inputs = hidden + tl.minimum(row, rows - 1)[None, :] * stride_h
+    inputs, there = hidden + row[None, :] * stride_h, (row < rows)[None, :]
     opened, passed = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(0, width, INPUTS):
         some = _tile(gates, start, width, column[None, :], WHOLE)
         others = _tile(ups, start, width, column[None, :], WHOLE)
-        given = tl.load(inputs + start + column[:, None], mask=(start + column < width)[:, None], other=0.0)
+        given = _given(inputs, start, width, column[:, None], there, WHOLE)
         opened = tl.dot(some, given, opened, input_precision="ieee")
         passed = tl.dot(others, given, passed, input_precision="ieee")
     return opened, passed

@@ -191,7 +191,8 @@ def _cut(
     rows: _Rows, table: NDArray[np.int32], block_size: int, ahead: int, *, shares: bool
 ) -> tuple[Ints, Ints, int, Ints, Ints, Ints]:
     """Rows whose keys are cut: members, merges, number of parts; of each group the place of its first member, how many it
-    has, and (row, start, stop, keys a split)."""
+    has, and (row, start, stop, keys a split).
+    """
     size, last = _split_sizes(rows.length), rows.length + ahead
     begin, stop = rows.first // size, -(-last // size)
     splits = stop - begin

@@ -1,7 +1,7 @@
 """Sampling in Triton: thresholds are searched among the few tokens that may stay, nothing is sorted.
 
-Three passes over the vocabulary, some of it a program: the best token; how many tokens weigh how much near it; and those that may
-stay, put together in order. One program a row then finds the thresholds among them and draws.
+Three passes over the vocabulary, a part of it each program: the best token; how many tokens weigh how much near it; and those
+that may stay, put together in order. One program a row then finds the thresholds among them and draws.
 """
 
 from __future__ import annotations
