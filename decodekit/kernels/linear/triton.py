@@ -17,6 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
 
+DOT_OVERLAPS = False
+
 
 class Tuning(NamedTuple):
     """How a product is cut: outputs and inputs a step, steps in flight (for one row: unrolled), warps, and how it is computed.
@@ -33,20 +35,20 @@ class Tuning(NamedTuple):
 
 def tuning(rows: int, outputs: int, inputs: int) -> Tuning:
     """What was fastest on an H200 for so many rows, outputs and inputs."""
-    if rows <= 2:
-        if outputs > 32768:
-            return Tuning(128, 128, 3, 8)
+    if outputs > 32768:
+        return Tuning(128, 128, 3, 8) if rows <= 16 else Tuning(64, 128, 4, 4)
+    if rows == 1:
         return Tuning(8, 1024, 1, 8, dot=False) if outputs > 4096 else Tuning(16, 512, 2, 8, dot=False)
+    if rows <= 16:
+        return Tuning(16, 512, 3, 2)
     if outputs > 4096:
-        return Tuning(64, 128, 4, 4) if rows <= 16 or outputs > 8192 else Tuning(64, 128, 5, 8)
-    if inputs <= 8192:
-        return Tuning(64, 128, 4, 4) if rows <= 16 else Tuning(16, 256, 4, 2)
-    return Tuning(32, 256, 4, 2) if rows <= 16 else Tuning(16, 256, 4, 2)
+        return Tuning(64, 128, 5, 8)
+    return Tuning(32, 256, 4, 2)
 
 
 def gated_tuning(rows: int) -> Tuning:
     """What was fastest on an H200 for so many rows of the gated layer."""
-    return Tuning(128, 128, 3, 8) if rows <= 2 else Tuning(64, 128, 4 if rows <= 32 else 3, 4)
+    return Tuning(128, 128, 3, 8) if rows <= 32 else Tuning(64, 128, 3, 4)
 
 
 def linear(
@@ -113,7 +115,7 @@ def gated_linear(hidden: Tensor, gate: Tensor, up: Tensor, cut: Tuning | None = 
 
 def _options(hidden: Tensor, cut: Tuning) -> dict[str, Any]:
     rows, width = hidden.shape
-    overlap = overlaps(hidden.device)
+    overlap = overlaps(hidden.device) and (DOT_OVERLAPS or not cut.dot)
     return {
         "ROWS": max(16 if cut.dot else 1, triton.next_power_of_2(rows)),
         "OUTPUTS": cut.outputs,
@@ -178,9 +180,6 @@ def _linear(
         gdc_wait()
     if ROWS == 1:
         result = _row(hidden, weights, width, OUTPUTS, INPUTS, UNROLL, WHOLE)[:, None]
-    elif ROWS == 2:
-        one, two = _two_rows(hidden, hidden + stride_h, weights, width, OUTPUTS, INPUTS, UNROLL, WHOLE)
-        result = tl.where((row == 0)[None, :], one[:, None], two[:, None])
     else:
         result = _rows(hidden, weights, rows, width, stride_h, ROWS, OUTPUTS, INPUTS, WHOLE)
     there = place < size
@@ -292,27 +291,6 @@ def _row(
         given = tl.load(hidden + start + column, mask=start + column < width, other=0.0).to(tl.float32)
         result += _tile(weights, start, width, column, WHOLE).to(tl.float32) * given
     return tl.sum(result, 1)
-
-
-@triton.jit
-def _two_rows(
-    hidden,
-    other,
-    weights,
-    width,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """[OUTPUTS] products with one row, and with another."""
-    column = tl.arange(0, INPUTS)[None, :]
-    one, two = tl.zeros([OUTPUTS, INPUTS], tl.float32), tl.zeros([OUTPUTS, INPUTS], tl.float32)
-    for start in tl.range(0, width, INPUTS, loop_unroll_factor=UNROLL):
-        weight = _tile(weights, start, width, column, WHOLE).to(tl.float32)
-        one += weight * tl.load(hidden + start + column, mask=start + column < width, other=0.0).to(tl.float32)
-        two += weight * tl.load(other + start + column, mask=start + column < width, other=0.0).to(tl.float32)
-    return tl.sum(one, 1), tl.sum(two, 1)
 
 
 @triton.jit

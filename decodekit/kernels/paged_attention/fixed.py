@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ class WorkShape(NamedTuple):
     num_parts: int
 
     @classmethod
-    def of(cls, work: Work) -> Self:
+    def of(cls, work: Work) -> WorkShape:
         """What this plan has."""
+        rows, blocks = work.table.shape
         items = tuple((tile, len(own)) for tile, own in work.items)
-        return cls(*work.table.shape, items, len(work.members), len(work.merges), work.num_parts)
+        return WorkShape(rows, blocks, items, len(work.members), len(work.merges), work.num_parts)
 
     def roomy(self, blocks: int, growth: float = 1.0) -> WorkShape:
         """Room for this and somewhat more, so that plans of about this size have the same.
