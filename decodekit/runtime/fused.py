@@ -139,12 +139,9 @@ class _Plan:
             self.forwards.append((module, partial(_feed_forward, module)))
 
     def _residual(self, layer: Any, linears: Mapping[nn.Module, _Linear]) -> None:
-        ends = [
-            linears.get(getattr(layer.self_attn, "o_proj", None)),
-            linears.get(getattr(layer.mlp, "down_proj", None)),
-        ]
-        if None not in ends:
-            self.forwards.append((layer, partial(_decode, layer, *ends)))
+        attention, feed_forward = (linears.get(own) for own in (layer.self_attn.o_proj, layer.mlp.down_proj))
+        if attention is not None and feed_forward is not None:
+            self.forwards.append((layer, partial(_decode, layer, attention, feed_forward)))
 
 
 _PLANS: PerModel[_Plan] = PerModel(_Plan)
