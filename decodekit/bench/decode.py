@@ -69,9 +69,10 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[Any], status: Callable[[st
         ours = partial(plain, custom_generate=load({}))
         first = _seconds(ours, NEW_TOKENS)
         later = _seconds(ours, NEW_TOKENS)
-        mine = _step_ms(ours)
-        dynamic = _step_ms(plain, rounds=1)
-        static = _step_ms(partial(plain, cache_implementation="static"))
+        mine = _step_ms(ours, NEW_TOKENS)
+        # Its steps take the same time however many there are.
+        dynamic = _step_ms(plain, NEW_TOKENS // 4)
+        static = _step_ms(partial(plain, cache_implementation="static"), NEW_TOKENS)
         held = ledger(model.config, context=length + NEW_TOKENS // 2, batch=batch, dtype=model.dtype)
         rows.append(
             {
@@ -101,11 +102,11 @@ def random_model(config: Any, device: torch.device) -> Any:
     return model.eval()
 
 
-def _step_ms(generate: Callable[..., Tensor], rounds: int = ROUNDS) -> float:
-    generate(max_new_tokens=NEW_TOKENS)
-    generate(max_new_tokens=1)
-    taken = [_seconds(generate, NEW_TOKENS) - _seconds(generate, 1) for _ in range(rounds)]
-    return 1000 * statistics.median(taken) / (NEW_TOKENS - 1)
+def _step_ms(generate: Callable[..., Tensor], new_tokens: int) -> float:
+    generate(max_new_tokens=8)
+    generate(max_new_tokens=new_tokens)
+    taken = [_seconds(generate, new_tokens) - _seconds(generate, 8) for _ in range(ROUNDS)]
+    return 1000 * statistics.median(taken) / (new_tokens - 8)
 
 
 def _seconds(generate: Callable[..., Tensor], new_tokens: int) -> float:

@@ -411,8 +411,9 @@ def _capture(call: Callable[[], None], stats: GraphStats) -> Any:
     try:
         with torch.cuda.stream(stream):
             call()
+            pool = _pool()
             stream.synchronize()
-            graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 call()
             except BaseException:
@@ -434,7 +435,12 @@ _POOL: list[Any] = []
 def _pool() -> Any:
     """The memory that all graphs share: they run one after the other."""
     if not _POOL:
-        _POOL.append(torch.cuda.graph_pool_handle())
+        handle, keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        # Memory of a pool that no graph uses is gone for good: this one stays.
+        keeper.capture_begin(pool=handle, capture_error_mode="thread_local")
+        kept = torch.zeros(1, device="cuda")
+        keeper.capture_end()
+        _POOL.extend([handle, keeper, kept])
     return _POOL[0]
 
 

@@ -17,8 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
 
-DOT_OVERLAPS = False
-
 
 class Tuning(NamedTuple):
     """How a product is cut: outputs and inputs a step, steps in flight (for one row: unrolled), warps, and how it is computed.
@@ -115,7 +113,8 @@ def gated_linear(hidden: Tensor, gate: Tensor, up: Tensor, cut: Tuning | None = 
 
 def _options(hidden: Tensor, cut: Tuning) -> dict[str, Any]:
     rows, width = hidden.shape
-    overlap = overlaps(hidden.device) and (DOT_OVERLAPS or not cut.dot)
+    # Programs with much shared memory leave no room for the next kernel's: that one only gets in the way.
+    overlap = overlaps(hidden.device) and not cut.dot
     return {
         "ROWS": max(16 if cut.dot else 1, triton.next_power_of_2(rows)),
         "OUTPUTS": cut.outputs,
