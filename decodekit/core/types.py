@@ -172,8 +172,10 @@ class BranchOutputs:
         hidden = {layer: states[index] for layer, states in self._hidden.items()}
         return BranchOutputs(self.logits[index], hidden, self._readout)
 
-    def part(self, start: int, stop: int) -> BranchOutputs:
-        """The positions from ``start`` to ``stop``, as views."""
+    def span(self, start: int, stop: int) -> BranchOutputs:
+        """Positions ``start`` up to ``stop``, without a copy."""
+        if (start, stop) == (0, len(self.logits)):
+            return self
         hidden = {layer: states[start:stop] for layer, states in self._hidden.items()}
         return BranchOutputs(self.logits[start:stop], hidden, self._readout)
 

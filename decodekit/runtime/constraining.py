@@ -1,7 +1,7 @@
 """Constraints inside the loop: each row's place in its language, masks ready before they are needed.
 
-The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is
-steered so that its text can still end in time.
+The mask of a row's next token is filled in a thread while the forward runs, where that leaves a core. A row that may get
+only so many tokens is steered so that its text can still end in time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.runtime.guard import guarded
+
+_KEPT = 64
+"""Compiled constraints that are kept for later prompts."""
 
 _NEAR = 64
 """Tokens to the limit below which an end is looked for at every token."""
@@ -77,7 +80,7 @@ class Constraints:
             resolved = constraint.resolve(self._tokenizer)
             vet(resolved)
             compiled = resolved.compile(vocabulary)
-        self._compiled.append((constraint, compiled))
+        self._compiled = [*self._compiled[-_KEPT:], (constraint, compiled)]
         return compiled
 
 
@@ -245,14 +248,14 @@ class RowConstraint:
         """Whether the limit is so far that any way to go on leaves time to end; where an engine counts exactly, it says so.
 
         Far is four times the tokens that an end takes now, and 64 more; the next look is when an eighth of what lies between
-        is used up.
+        is used up, or of what is left where no end was found.
         """
         if self._compiled.counts_exactly or self._left <= _NEAR:
             return False
         if self._left > self._look:
             return True
         needed = self._state.min_tokens_to_accept(self._left)
-        spare = -1 if needed is None else self._left - 4 * needed - _NEAR
+        spare = self._left if needed is None else self._left - 4 * needed - _NEAR
         self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
         return spare >= 0
 
@@ -311,6 +314,11 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
     if bool((empty := own.amax(-1) == -torch.inf).any()):
         own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
     return (own if all_rows else scores.index_copy(0, index, own)), failures
+
+
+def leaves_a_core(device: torch.device) -> bool:
+    """Whether a forward on this device leaves a core to fill masks on; a thread beside a full CPU would slow it down more."""
+    return device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1)
 
 
 @lru_cache(maxsize=1)

@@ -24,11 +24,13 @@ from decodekit.core.random import TOKEN_LANE
 from decodekit.core.types import BranchOutputs, Outputs, Rows
 from decodekit.kernels import triton_runs
 from decodekit.kernels.paged_attention import WorkShape
-from decodekit.runtime.choosing import Chooser, StepRecord
+from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.lane import Lane
+from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.scoring import Scoring
 from decodekit.runtime.sequence import SequenceState
-from decodekit.runtime.session import PagedSession, Session
+from decodekit.runtime.session import Session
 from decodekit.runtime.tasks import PlainTask, Task
 
 STEPS = 256
@@ -64,34 +66,23 @@ class Graphs:
 
     Args:
         sessions: what runs the branches.
-        scorer: from outputs to scores.
-        pipeline: rules and pick.
-        chooser: is told of the tokens.
-        tasks: the prompts and their rows.
-        keep_logprobs: note each token's log-probability.
-        watched: what else looks at every step on the host, if anything.
+        lane: the requests.
+        watched: what looks at every step on the host, if anything.
     """
 
-    def __init__(
-        self,
-        sessions: Sequence[Session],
-        scorer: Scoring,
-        pipeline: Pipeline,
-        chooser: Chooser,
-        tasks: Sequence[Task],
-        *,
-        keep_logprobs: bool,
-        watched: str | None,
-    ) -> None:
+    def __init__(self, sessions: Sequence[Session], lane: Lane, *, watched: str | None) -> None:
         self._sessions = [session for session in sessions if isinstance(session, PagedSession)]
-        self._scorer, self._pipeline, self._chooser = scorer, pipeline, chooser
-        self._keep_logprobs = keep_logprobs
+        self._scorer, self._pipeline, self._chooser = lane.scorer, lane.pipeline, lane.chooser
+        self._keep_logprobs = lane.chooser.keeps_logprobs
         self._picks: dict[Any, _Pick] = {}
-        self.stats = GraphStats(eager=watched or self._why_not(sessions, tasks))
+        self.stats = GraphStats(eager=watched or self._why_not(sessions, lane))
         if self.stats.eager is not None and triton_runs(sessions[0].model.device):
             _LOG.info("steps are launched one by one: %s", self.stats.eager)
 
-    def _why_not(self, sessions: Sequence[Session], tasks: Sequence[Task]) -> str | None:
+    def _why_not(self, sessions: Sequence[Session], lane: Lane) -> str | None:
+        tasks = lane.tasks
+        if lane.speculation is not None:
+            return "drafts"
         if len(self._sessions) < len(sessions):
             return "a cache without blocks"
         for session in self._sessions:
@@ -380,7 +371,7 @@ def _forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) -
         stats: is told of captures.
     """
     cache, rows = session.cache, bucket(len(run.rows), session.cache.device)
-    key = session.weights(), session.kept, rows
+    key = session.weights(), session.layers, rows
     shapes = [WorkShape.of(plan) for plan in run.plan(rows)]
     for forward in cache.captured.get(key, ()):
         if all(mine.holds(its) for mine, its in zip(forward.frame.shapes, shapes, strict=True)):
