@@ -17,7 +17,6 @@ from decodekit.bench.kernels import memory_speed
 from decodekit.bench.prompts import read_prompts
 from decodekit.cache.ledger import ledger
 from decodekit.cache.shapes import read_config
-from decodekit.core import compat
 from decodekit.core.errors import InputError
 from decodekit.kernels import triton_runs
 from decodekit.runtime.api import load
@@ -97,9 +96,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[Any], status: Callable[[st
 def random_model(config: Any, device: torch.device) -> Any:
     """A causal language model of this shape with random weights in bfloat16: speed does not depend on their values."""
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config = compat.defaults(model)
-    return model.eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def _step_ms(generate: Callable[..., Tensor], new_tokens: int) -> float:

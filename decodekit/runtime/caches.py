@@ -78,12 +78,14 @@ def paged_cache(
             )
         return None
     on_gpu = triton_runs(model.device)
-    if not on_gpu and not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1:
+    alone = not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1
+    if alone and not on_gpu:
         return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:
         try:
-            compat.cache_layers(model.config)
+            if any(layer.states for layer in compat.cache_layers(model.config)) and alone:
+                return None  # nor can a graph hold its states
         except Refused as error:
             reason = str(error)
     if reason is not None:

@@ -70,9 +70,9 @@ class _Plan:
 
     def make(self, model: nn.Module) -> None:
         self.made = True
-        weights = next(model.parameters(), None)
-        if weights is None or not triton_runs(weights.device):
-            return
+        devices = {own.device for own in model.parameters()}
+        if len(devices) != 1 or not triton_runs(next(iter(devices))):
+            return  # kernels run on the current device
         linears: dict[nn.Module, _Linear] = {}
         for module in model.modules():
             if _is_plain(module):

@@ -338,6 +338,8 @@ class PagedSession(Session):
         """Why its rows cannot take many steps at once; ``None``: they can."""
         if self._recording:
             return "rows that go back"
+        if len({own.device for own in self.model.parameters()}) > 1:
+            return "weights on several devices"
         reads = self._reads and triton_runs(self.model.device)
         return self._cache.why_no_run() if reads else "rows that are gathered"
 
@@ -371,11 +373,6 @@ class PagedSession(Session):
         for row in owners:
             self.forwarded[row] += len(tokens[row])
         run.finish([tokens[row] for row in owners])
-
-    def weights(self) -> int:
-        """Another number for other weights, or the same at other places."""
-        own = ((parameter.data_ptr(), parameter.dtype) for parameter in self.model.parameters())
-        return hash(tuple(own))
 
     @override
     def close(self) -> None:
