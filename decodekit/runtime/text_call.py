@@ -241,6 +241,8 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "accepted_tokens": 0,
         "path": _path(call),
     }
+    if loop.graphs is not None and loop.sessions[0].model.device.type == "cuda":
+        stats["graphs"] = dataclasses.asdict(loop.graphs.stats)
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)
     if call.lane.speculation is not None:
