@@ -235,3 +235,56 @@ def test_a_tree_on_a_recurrent_hybrid_gives_each_branch_its_own_state(hybrid, to
     found = decoder.run(hybrid, tokenizer, list(PROMPTS), **OPTIONS)
     assert tokens(found) == tokens(plain)
     assert sum(output.stats["accepted_tokens"] for output in found) > 5
+
+
+# --- drafts under a constraint
+
+
+def constrained(model, tokenizer, constraint, *, right=0.7, **recipe):
+    """The plain outputs under a constraint, and those with an oracle that knows them."""
+    recipe = Recipe.model_validate({"constraint": constraint, **recipe})
+    plain = Decoder(recipe).run(model, tokenizer, list(PROMPTS), **OPTIONS)
+    known = {tuple(tokenizer(prompt).input_ids): own.token_ids for prompt, own in zip(PROMPTS, plain, strict=True)}
+    drafter = Oracle(truth=known, schedule="constant", right=right)
+    found = Decoder(recipe.model_copy(update={"drafter": drafter})).run(model, tokenizer, list(PROMPTS), **OPTIONS)
+    assert sum(output.stats["draft_tokens"] for output in found) > 0
+    return plain, found
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+def test_a_constraint_begins_at_its_place_inside_a_draft(dense, tokenizer, right) -> None:
+    """https://github.com/vllm-project/vllm/pull/36138: what ended the free part in a draft left the rest unmasked."""
+    [free, _] = decodekit.load({}).run(dense, tokenizer, list(PROMPTS), **OPTIONS)
+    constraint = {"kind": "regex", "pattern": "[0-9]{9}", "after": free.text[2]}
+    plain, found = constrained(dense, tokenizer, constraint, right=right)
+    assert tokens(found) == tokens(plain)
+    head, _, rest = found[0].text.partition(free.text[2])
+    assert head == free.text[:2]
+    assert rest.isdigit()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_row_behind_a_rejected_draft_goes_unmasked(dense, tokenizer, sampled) -> None:
+    """https://github.com/vllm-project/vllm/pull/54442: the rows of drafts that were cut were sampled without a mask."""
+    generation = Generation(do_sample=sampled, seed=1)
+    for right in (0.0, 0.3):
+        constraint = {"kind": "regex", "pattern": "[a-f]{5,18}"}
+        plain, found = constrained(dense, tokenizer, constraint, right=right, generation=generation)
+        assert tokens(found) == tokens(plain)
+        assert all(set(output.text) <= set("abcdef") for output in found)
+
+
+@pytest.mark.parametrize(
+    ("url", "constraint"),
+    [
+        ("https://github.com/sgl-project/sglang/issues/9187", {"kind": "regex", "pattern": "[0-9]{3}"}),
+        ("https://github.com/sgl-project/sglang/pull/21723", {"kind": "choice", "choices": ["12", "1234567"]}),
+    ],
+)
+def test_a_language_that_ends_inside_a_draft_ends_the_row(dense, tokenizer, url, constraint) -> None:
+    """Structured outputs hung, or their end was missed, where it lay inside a draft (reported at ``url``)."""
+    plain, found = constrained(dense, tokenizer, constraint, right=1.0)
+    for output, expected in zip(found, plain, strict=True):
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert output.finish_reason in ("eos", "constraint")
+        assert decodekit.accepts({**constraint}, output.text, tokenizer)
