@@ -15,8 +15,9 @@ from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
 from decodekit.recipe import Recipe
+from decodekit.runtime.auditing import Auditor
 from decodekit.runtime.branches import sessions_of, too_long
-from decodekit.runtime.caches import context_length
+from decodekit.runtime.caches import context_length, more_than_ids
 from decodekit.runtime.constraining import Constraints, Forcing
 from decodekit.runtime.drafting import BLOCK_SIZE, Host
 from decodekit.runtime.guard import guarded
@@ -116,6 +117,8 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     if plan.constrained:
         _constrain(model, recipe, settings, given, sequences)
     sessions = sessions_of(model, plan, prepared, recipe, settings, sequences, given.models, scoring=given.scoring)
+    audited = recipe.audit and not given.scoring
+    auditor = Auditor(recipe.audit, sessions, more_than_ids(prepared)) if audited else None
     steps = _steps(model, prepared, recipe, settings, given, sequences)
     pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=recipe.fallback, eos=settings.eos)
     tasks = [_task(sequence, plan) for sequence in sequences]
@@ -130,6 +133,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         keep_logprobs=given.keep_logprobs or plan.search is not None,
         keep_stages=given.keep_stages,
         speculation=None if given.scoring else _speculation(model, plan, pipeline, sequences, sessions, given),
+        auditor=auditor,
     )
     loop.started = started
     if not given.scoring and loop.chooser.shows_rows:

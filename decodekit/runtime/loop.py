@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from transformers.generation import StoppingCriteriaList
 
 from decodekit.core.drafts import Draft
 from decodekit.core.types import BranchOutputs, Outputs
+from decodekit.runtime.auditing import Auditor
 from decodekit.runtime.choosing import Chooser, StepRecord, select_positions
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.plan import Plan
@@ -44,6 +45,7 @@ class Loop:
         keep_logprobs: note each token's log-probability.
         keep_stages: record the logits after each rule.
         speculation: makes what drafts for the rows, if anything does.
+        auditor: checks some of the steps, if any are to be.
 
     Attributes:
         chooser: from outputs to tokens.
@@ -63,8 +65,9 @@ class Loop:
         keep_logprobs: bool = False,
         keep_stages: bool = False,
         speculation: Callable[[Loop], Speculation] | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
-        self.sessions = tuple(sessions)
+        self.sessions, self.auditor = tuple(sessions), auditor
         self.tasks = tasks
         self.started = time.perf_counter()
         self.prefilled: float | None = None
@@ -91,7 +94,7 @@ class Loop:
         """Sequences that wait for a token, with their tasks."""
         return [(task, sequence) for task in self.tasks for sequence in task.live]
 
-    def run(self) -> Iterator[StepRecord]:
+    def run(self) -> Generator[StepRecord, None, None]:
         """Decode until every task is over, a record a token that each live sequence gets."""
         with ExitStack() as stack:
             for session in self.sessions:
@@ -122,6 +125,8 @@ class Loop:
             places = [walk.place for walk in going]
             whole = places == list(range(len(scores)))
             at = given.outputs if whole else select_positions(given.outputs, *places)
+            if self.auditor is not None:
+                self.auditor.check([walk.sequence for walk in going], at)
             records.append(self.chooser.take(going, at, scores if whole else scores[places]))
             going = [walk for walk in going if walk.goes_on]
         self._settle(given, walks)

@@ -57,6 +57,15 @@ class Session(ABC):
     def cache(self) -> Any:
         """The transformers Cache of the main branch, or ``None``."""
 
+    @property
+    @abstractmethod
+    def branches(self) -> tuple[str, ...]:
+        """The names of the branches that it runs."""
+
+    @abstractmethod
+    def prompt(self, branch: str, row: int) -> Ids:
+        """The prompt that a branch of a row began with."""
+
     @abstractmethod
     def prefill(self, rows: Sequence[int]) -> dict[str, BranchOutputs]:
         """Forward the prompts of these rows, [P]; for each branch the outputs at their last positions."""
@@ -131,7 +140,7 @@ class DynamicSession(Session):
         self, model: Any, branches: Mapping[str, compat.Prepared], *, layers: tuple[int, ...], pad: int
     ) -> None:
         super().__init__(model, layers)
-        self._pad = pad
+        self._pad, self._prepared = pad, dict(branches)
         self._lengths = [sum(row) for row in zip(*(prepared.lengths for prepared in branches.values()), strict=True)]
         self._steppers = {
             name: Stepper(model, prepared, hidden_states=bool(layers) and name == "main")
@@ -142,6 +151,17 @@ class DynamicSession(Session):
     @override
     def cache(self) -> Any:
         return self._steppers["main"].cache if "main" in self._steppers else None
+
+    @property
+    @override
+    def branches(self) -> tuple[str, ...]:
+        return tuple(self._prepared)
+
+    @override
+    def prompt(self, branch: str, row: int) -> Ids:
+        prepared = self._prepared[branch]
+        ids: list[int] = prepared.input_ids[row, prepared.input_ids.shape[1] - prepared.lengths[row] :].tolist()
+        return ids
 
     @override
     def prefill(self, rows: Sequence[int]) -> dict[str, BranchOutputs]:
@@ -236,14 +256,21 @@ class PagedSession(Session):
         # Tokens that a rollback went back over, to be forwarded before the next ones.
         self._again: dict[Key, list[int]] = {}
         self._rollbacks = rollbacks
-        if rollbacks:
-            cache.activate_past_recording()
         cache.release(range(len(cache.rows)))
 
     @property
     @override
     def cache(self) -> PagedCache:
         return self._cache
+
+    @property
+    @override
+    def branches(self) -> tuple[str, ...]:
+        return tuple(self._prompts)
+
+    @override
+    def prompt(self, branch: str, row: int) -> Ids:
+        return self._prompts[branch][row]
 
     def expect(self, row: int, prompts: Mapping[str, Ids]) -> None:
         """A row more, to be prefilled: the prompt of each of its branches."""
@@ -252,6 +279,8 @@ class PagedSession(Session):
 
     @override
     def prefill(self, rows: Sequence[int]) -> dict[str, BranchOutputs]:
+        if self._rollbacks:
+            self._cache.activate_past_recording()  # not before: only what has begun is closed
         keys = [Key(name, row) for name in self._prompts for row in rows]
         prompts = list(dict.fromkeys(self._prompts[name][row] for name, row in keys))
         held = len(self._order)

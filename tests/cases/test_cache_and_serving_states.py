@@ -67,7 +67,7 @@ def test_a_slot_that_is_used_again_holds_nothing_of_its_past() -> None:
             tensor[row.state.place] = math.nan
         loop.cache.release([loop.cache.rows.index(row)])
         for number, store in loop.cache._stores.items():
-            pool = loop.cache._group_of[number].pool
+            pool = loop.cache.groups[loop.cache._group_of[number]].pool
             free = [block for block in range(pool.num_blocks) if not pool._allocator.references[block]]
             for slot in (block * 4 + offset for block in free for offset in range(4)):
                 if slot < len(store.keys):

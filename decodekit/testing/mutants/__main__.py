@@ -73,7 +73,8 @@ def _noticed(trial: Trial, timeout: float) -> bool:
     """Whether pytest fails with the fault in place, in a process of its own."""
     # A fork has everything imported already; elsewhere a fresh process imports it again.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    process = multiprocessing.get_context(method).Process(target=_run, args=(trial.fault, list(trial.arguments)))
+    context: Any = multiprocessing.get_context(method)
+    process = context.Process(target=_run, args=(trial.fault, list(trial.arguments)))
     process.start()
     process.join(timeout)
     if process.exitcode is None:
