@@ -256,6 +256,7 @@ class PagedSession(Session):
         # Tokens that a rollback went back over, to be forwarded before the next ones.
         self._again: dict[Key, list[int]] = {}
         self._rollbacks = rollbacks
+        cache.abort()
         cache.release(range(len(cache.rows)))
 
     @property
@@ -350,6 +351,7 @@ class PagedSession(Session):
 
     @override
     def close(self) -> None:
+        self._cache.abort()  # an interrupt may have come between a step and its end
         self._cache.release(range(len(self._cache.rows)))
         if self._rollbacks:
             self._cache.deactivate_past_recording()

@@ -6,7 +6,6 @@ Every parser of what users write or download: recipes, schemas, regexes, grammar
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from pathlib import Path
@@ -22,7 +21,7 @@ from decodekit.core import registry
 from decodekit.core.checkpoints import read_tensors
 from decodekit.core.constraint import mask_words
 from decodekit.core.errors import DecodekitError, RowError
-from decodekit.core.trace import read_trace
+from decodekit.core.trace import TRACE_VERSION, read_trace
 from decodekit.core.vetting import vet
 from decodekit.recipe.load import recipe_faults
 from decodekit.testing import tiny_model
@@ -118,9 +117,9 @@ def compiled(spec: dict) -> None:
         for _ in range(4):
             state.mask(mask, 0)
             legal = [token for token in range(VOCABULARY.width) if mask[0, token // 32] >> token % 32 & 1]
-            if not legal or legal == list(VOCABULARY.eos):
+            if not legal or legal == list(VOCABULARY.eos_ids):
                 break
-            state.advance(rng.choice([token for token in legal if token not in VOCABULARY.eos]))
+            state.advance(rng.choice([token for token in legal if token not in VOCABULARY.eos_ids]))
     except RowError:
         pass
     except DecodekitError as error:
@@ -229,14 +228,16 @@ def test_heads(examples, tmp_path) -> None:
 @pytest.mark.parametrize("examples", RUNS)
 def test_traces(examples, tmp_path) -> None:
     lines = [
-        {"event": "start", "version": "0.1.0", "model": "m", "recipe": {}, "rows": [], "seed": 1},
+        {"trace": TRACE_VERSION, "model": "m", "recipe": {}, "prompt_ids": [[5]], "seed": 1},
         {"event": "token", "id": 5, "row": 0, "position": 3, "text": "a"},
     ]
     path = tmp_path / "trace.jsonl"
 
     def check(text) -> None:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        with contextlib.suppress(DecodekitError):
-            list(read_trace(path))
+        try:
+            assert all(isinstance(record, dict) for record in read_trace(path)[1])
+        except DecodekitError as error:
+            clear(error)
 
     fuzz(examples, mutated(["\n".join(map(json.dumps, lines)) + "\n"]), check)
