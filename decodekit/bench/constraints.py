@@ -21,7 +21,7 @@ from decodekit.constraints.json_schema import JsonSchema
 from decodekit.core.errors import InputError
 from decodekit.runtime.api import load
 from decodekit.runtime.branches import left_pad
-from decodekit.runtime.constraining import Constraints, constrain
+from decodekit.runtime.constraining import Constraints, constrain, leaves_a_core
 from decodekit.runtime.text import encode
 
 STEPS = 32
@@ -154,12 +154,13 @@ def _walk_ours(tokenizer: Any, ids: Tensor, scores: Tensor) -> list[float]:
     schema = JsonSchema(schema=SCHEMA)
     constraints = Constraints(schema, tokenizer, scores.shape[-1], (tokenizer.eos_token_id,))
     rows = [constraints.row({}, 8 * ids.shape[1]) for _ in ids]
-    times = [time.perf_counter()]
+    times, ahead = [time.perf_counter()], leaves_a_core(scores.device)
     for tokens in ids.T.tolist():
         for row in rows:
             assert row is not None
             row.forced(1)
-            row.prefetch()
+            if ahead:
+                row.prefetch()
         constrain(scores, scores, rows)
         for row, token in zip(rows, tokens, strict=True):
             assert row is not None

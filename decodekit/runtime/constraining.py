@@ -1,7 +1,7 @@
 """Constraints inside the loop: each row's place in its language, masks ready before they are needed.
 
-The mask of a row's next token is filled in a thread while the forward runs. A row that may get only so many tokens is
-steered so that its text can still end in time.
+The mask of a row's next token is filled in a thread while the forward runs, where that leaves a core. A row that may get
+only so many tokens is steered so that its text can still end in time.
 """
 
 from __future__ import annotations
@@ -311,6 +311,11 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
     if bool((empty := own.amax(-1) == -torch.inf).any()):
         own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
     return (own if all_rows else scores.index_copy(0, index, own)), failures
+
+
+def leaves_a_core(device: torch.device) -> bool:
+    """Whether a forward on this device leaves a core to fill masks on; a thread beside a full CPU would slow it down more."""
+    return device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1)
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ from decodekit.core.drafts import Draft
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.runtime.auditing import Auditor
 from decodekit.runtime.choosing import Chooser, StepRecord, select_positions
+from decodekit.runtime.constraining import leaves_a_core
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.scoring import Scoring
@@ -178,9 +179,10 @@ class Loop:
         else:
             given.drafts = self.speculation.propose(sequences)
             fan = given.fan = self.speculation.fan_out(sequences, given.drafts)
-        for sequence in sequences:
-            if sequence.constraint is not None:
-                sequence.constraint.prefetch()
+        if leaves_a_core(self.sessions[0].model.device):
+            for sequence in sequences:
+                if sequence.constraint is not None:
+                    sequence.constraint.prefetch()
         started = time.perf_counter()
         outputs = _merged(session.step(fan.rows, fan.tokens, fan.last) for session in self.sessions)
         given.seconds = time.perf_counter() - started

@@ -16,7 +16,18 @@ from tests.llg.walks import byte_vocabulary, random_text
 
 VOCABULARY = byte_vocabulary()
 WALKS = 2_000
-REGEXES = [r"1(\.5)?", r"(a|日本)+[^a]?", r"(?!.*aa)[ab]{3,8}", r"\d{4}-\d\d-\d\d", "[😀-😎]{1,3}|é"]
+REGEXES = [
+    r"1(\.5)?",
+    r"(a|日本)+[^a]?",
+    r"(?!.*aa)[ab]{3,8}",
+    r"\d{4}-\d\d-\d\d",
+    "[😀-😎]{1,3}|é",
+    r"(?:yes|no|may(?:be)?)(?: *, *(?:yes|no))*",
+    r"[^\W\d_]{2,12}\.[a-z]{2,3}",
+    r"(?=.*\d)(?=.*[A-Z])[A-Za-z\d]{6,10}",
+    r"[+-]?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d+)?",
+    r"(?:\([^()\n]{0,4}\)|\[[^\]\n]{0,4}\])+",
+]
 TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "c": {"type": "array", "items": {"$ref": "#"}}}}
 SCHEMAS = [
     PERSON,
@@ -29,8 +40,24 @@ SCHEMAS = [
     },
     {"oneOf": [{"type": "string", "minLength": 2}, {"type": "integer", "minimum": 3}, {"type": "null"}]},
     {"type": "array", "contains": {"const": "x"}, "items": {"type": ["string", "null"]}, "maxItems": 4},
+    {"type": "integer", "minimum": -20, "exclusiveMaximum": 1000, "multipleOf": 5},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "number"}], "items": False, "minItems": 1},
+    {"type": "object", "patternProperties": {"^x_": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "dependentRequired": {"a": ["b"]}},
+    {"anyOf": [{"type": "string", "pattern": "^[a-z]+-[0-9]$"}, {"enum": [None, "x", {"y": [1]}]}]},
 ]
-GRAMMARS = ["sql_select", "uuid", "ipv4", "json", "arithmetic"]
+GRAMMARS = [
+    "arithmetic",
+    "csv",
+    "email",
+    "ipv4",
+    "ipv6",
+    "iso8601",
+    "json",
+    "python_expression",
+    "sql_select",
+    "xml_fragment",
+]
 
 
 def walked(constraint):
