@@ -15,7 +15,7 @@ INSTALLED = .venv/.installed
 OLDEST_SITE = .venv/transformers-$(OLDEST)
 PLUGINS = $(wildcard plugins/*/)
 
-.PHONY: install demo test test-newest test-oldest matrix matrix-oldest matrix-newest lint types tables
+.PHONY: install demo test test-newest test-oldest matrix matrix-oldest matrix-newest mutants soak lint types tables
 
 install: $(INSTALLED)
 
@@ -71,6 +71,15 @@ matrix-newest: .venv/matrix/newest/.installed
 	$(NEWEST_PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --upgrade '$(TORCH)' transformers -e '.[dev,metrics]' $(PLUGINS:%=-e %)
 	touch $@
+
+# What tests notice of seeded faults, and what is left of half an hour of requests with everything that goes wrong.
+MINUTES ?= 30
+
+mutants: install
+	.venv/bin/python -m decodekit.testing.mutants
+
+soak: install
+	.venv/bin/python -m decodekit.testing.soak --minutes $(MINUTES)
 
 lint: install
 	.venv/bin/ruff check

@@ -46,7 +46,7 @@ def vet(constraint: Constraint) -> None:
         UnsupportedConstraint: it takes too much time or memory.
     """
     # With the options of what it is made of, which the types of its fields do not name.
-    options = constraint.model_dump_json(serialize_as_any=True, by_alias=True)
+    options = json.dumps(constraint.model_dump(mode="json", serialize_as_any=True, by_alias=True))
     kind = type(constraint)
     if _looks_heavy(options) and _compiles(json.dumps([kind.__module__, kind.__qualname__, options])) is False:
         raise UnsupportedConstraint(

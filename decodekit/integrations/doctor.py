@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -94,10 +94,6 @@ class Patient:
         """An empty cache of blocks."""
         return _Paged(self.model)
 
-    def worst(self, pairs: Iterator[tuple[Tensor, Tensor]] | Sequence[tuple[Tensor, Tensor]]) -> float:
-        """The largest difference between what was found and what is right, [..., V] each."""
-        return max(difference(found, expected) for found, expected in pairs)
-
 
 class _Paged:
     """Rows of a paged cache, forwarded in as many steps as the model needs."""
@@ -128,6 +124,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float(apart.nan_to_num(math.inf).max())
 
 
+def worst(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest :func:`difference` between what was found and what is right, [..., V] each."""
+    return max(difference(found, expected) for found, expected in pairs)
+
+
 def _cached(patient: Patient) -> float:
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for ids, truth in zip(patient.rows, patient.truth, strict=True):
@@ -137,7 +138,7 @@ def _cached(patient: Patient) -> float:
                 logits = stepper.step(torch.tensor([ids[place]], device=patient.model.device)).logits
                 yield logits[0, -1].double().cpu(), truth[place]
 
-    return patient.worst(pairs())
+    return worst(pairs())
 
 
 def _in_blocks(patient: Patient, most: int = 1 << 30) -> float:
@@ -149,7 +150,7 @@ def _in_blocks(patient: Patient, most: int = 1 << 30) -> float:
             for place in range(max(len(ids) - NEW, 0), len(ids)):
                 yield loop.extend(row, [ids[place]]), truth[place : place + 1]
 
-    return patient.worst([pair for pair in pairs() if len(pair[0])])
+    return worst([pair for pair in pairs() if len(pair[0])])
 
 
 def _left_padding(patient: Patient) -> float:
@@ -161,7 +162,7 @@ def _left_padding(patient: Patient) -> float:
         fed = torch.tensor([ids[-back] for ids in patient.rows], device=patient.model.device)
         logits = stepper.step(fed).logits[:, -1]
     found += [(own, truth[-1]) for own, truth in zip(logits.double().cpu(), patient.truth, strict=True)]
-    return patient.worst(found)
+    return worst(found)
 
 
 def _mask_polarity(patient: Patient) -> float:
@@ -196,7 +197,7 @@ def _fork(patient: Patient) -> float:
     loop.extend(loop.open(ids), ids)
     loop.cache.fork([0] * len(tails))
     found = [loop.extend(row, tail, 1) for row, tail in enumerate(tails)]
-    return patient.worst(
+    return worst(
         [
             (own, patient.forward([[*ids, *tail]], use_cache=False)[0, len(ids) :])
             for own, tail in zip(found, tails, strict=True)
@@ -237,7 +238,7 @@ def _speculation(patient: Patient) -> float:
         )
         for recipe in ({}, {"drafter": {"kind": "ngram", "schedule": "constant"}})
     )
-    worst = 0.0
+    widest = 0.0
     for text, own, other in zip(TEXTS, plain, found, strict=True):
         pairs = zip(own.token_ids, other.token_ids, strict=False)
         same = next((place for place, (one, two) in enumerate(pairs) if one != two), None)
@@ -245,8 +246,8 @@ def _speculation(patient: Patient) -> float:
             ids = [*patient.tokenizer(text).input_ids, *own.token_ids[:same]]
             logits = patient.forward([ids], use_cache=False)[0, -1]
             gap = (logits[own.token_ids[same]] - logits[other.token_ids[same]]).abs() / logits.abs().max()
-            worst = max(worst, float(gap))
-    return worst
+            widest = max(widest, float(gap))
+    return widest
 
 
 def _batch(patient: Patient, model: Any) -> tuple[float, int]:
@@ -256,13 +257,13 @@ def _batch(patient: Patient, model: Any) -> tuple[float, int]:
     own = copy.copy(patient)
     own.model = model
     together = own.forward(rows, use_cache=False)
-    worst, flips = 0.0, 0
+    largest, flips = 0.0, 0
     for found, ids in zip(together, rows[: len(rows) // 3], strict=False):
         alone = own.forward([ids], use_cache=False)[0]
-        worst = max(worst, difference(found, alone))
+        largest = max(largest, difference(found, alone))
         best, error = alone.topk(2).values, (found - alone).abs().amax(-1)
         flips += int(((found.argmax(-1) != alone.argmax(-1)) & (best[:, 0] - best[:, 1] >= 4 * error)).sum())
-    return worst, flips
+    return largest, flips
 
 
 def _accepted(model: Any, **inputs: Any) -> dict[str, Any]:
@@ -311,7 +312,7 @@ def examine(model: Any, tokenizer: Any) -> Iterator[Finding]:
     patient = Patient(model, tokenizer)
     for law, (measure, unit, avoid) in LAWS.items():
         limit = 0.0 if unit == "texts" else patient.limit
-        yield _finding(law, lambda measure=measure: measure(patient), limit, unit, avoid)  # type: ignore[misc]
+        yield _finding(law, partial(measure, patient), limit, unit, avoid)
     count = sum(weight.numel() for weight in model.parameters())
     others = (dtype for dtype in LIMITS if count * dtype.itemsize <= _LARGEST_COPY)
     for dtype in dict.fromkeys([model.dtype, *others]):
@@ -337,18 +338,18 @@ def _batch_finding(patient: Patient, dtype: torch.dtype) -> Finding:
     model = patient.model if dtype == patient.model.dtype else copy.deepcopy(patient.model).to(dtype)
     limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])
     try:
-        worst, flips = _batch(patient, model)
+        largest, flips = _batch(patient, model)
     except RuntimeError as error:
         if model is patient.model:
             raise
         # Not every operation is there for every dtype.
         return Finding(f"a batch = its rows alone, {name}", "refused", math.inf, limit, str(error).splitlines()[0])
-    holds = worst <= limit and not flips
+    holds = largest <= limit and not flips
     avoid = "" if holds else f"batches in {name} where every token counts; decode one prompt a call"
     return Finding(
         f"a batch = its rows alone, {name}",
         "holds" if holds else "fails",
-        worst,
+        largest,
         limit,
         f"{flips} clear tokens flip",
         avoid,

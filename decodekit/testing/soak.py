@@ -44,6 +44,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "regex": {"constraint": {"kind": "regex", "pattern": "[a-f0-9 ]{3,12}"}},
     "audited": {"audit": 0.2},
 }
+SAME_AS = {"drafts": "greedy", "audited": "greedy"}
+"""Recipes whose tokens are another's, by definition."""
+
 PROMPTS = ("Who won?", "a", "1 2 3 1 2 3 1 2", "The other one, please: 1 + 2 = ", "the lamp is red, the lamp is green")
 
 
@@ -116,7 +119,7 @@ class Soak:
         return PagedCache(self.model.config, num_blocks=blocks, block_size=4, host_bytes=1 << 16)
 
     def _decode(self, recipe: Recipe, prompts: Sequence[str], cache: PagedCache) -> list[list[int]]:
-        options = {"raw": True, "max_new_tokens": 14, CACHE_KEY: cache}
+        options = {"raw": True, "max_new_tokens": 10, CACHE_KEY: cache}
         outputs = Decoder(recipe).run(self.model, self.tokenizer, list(prompts), **options)
         self.report.tokens += sum(len(output.token_ids) for output in outputs)
         return [output.token_ids for output in outputs]
@@ -143,8 +146,8 @@ class Soak:
         prompts = self._rng.sample(PROMPTS, count)
         recipe = load_recipe(RECIPES[name])
         if name not in self._known:
-            alone = [self._decode(recipe, [prompt], self._new_cache(256))[0] for prompt in PROMPTS]
-            self._known[name] = alone
+            plain = load_recipe(RECIPES[SAME_AS.get(name, name)])
+            self._known[name] = [self._decode(plain, [prompt], self._new_cache(256))[0] for prompt in PROMPTS]
         found = self._decode(recipe, prompts, self._cache)
         if self._interrupted is not None:
             self.report.usable_s = max(self.report.usable_s, time.perf_counter() - self._interrupted)
@@ -155,7 +158,7 @@ class Soak:
     def _left(self) -> None:
         """A stream that its reader leaves after some pieces."""
         self.report.requests["left early"] += 1
-        options = {"raw": True, "max_new_tokens": 14, CACHE_KEY: self._cache}
+        options = {"raw": True, "max_new_tokens": 10, CACHE_KEY: self._cache}
         pieces = Decoder(load_recipe({})).stream(self.model, self.tokenizer, self._rng.choice(PROMPTS), **options)
         for _, _ in zip(range(self._rng.randint(0, 9)), pieces, strict=False):
             pass
