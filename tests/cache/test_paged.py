@@ -221,7 +221,7 @@ def test_crop_drops_tokens(family, request):
         left = max(5 - drop, 0)
         assert cache.get_seq_length() == left
         expected = forward(model, torch.cat([ids[:, :left], other], dim=1))[:, left:]
-        assert torch.allclose(forward(model, other, cache), expected, atol=1e-5)
+        assert torch.allclose(forward(model, other, cache), expected, atol=1e-4)
     cache = PagedCache(model.config, num_blocks=64, block_size=4)
     forward(model, ids, cache)
     if CROP_TAKES_A_LENGTH:
