@@ -547,3 +547,19 @@ def test_storage_grows_with_the_rows(dense, quantization):
     expected, _, whole = growing(1000)
     assert torch.equal(found, expected)
     assert before < after / 2 < whole / 40
+
+
+@pytest.mark.parametrize("family", ["sliding", "hybrid"])
+def test_a_lost_row_is_taken_back_and_a_snapshot_is_not(family, request):
+    model, prompt = request.getfixturevalue(family), tokens(11)
+    loop = opened(model, prompt, tokens(9, 1))
+    snapshot = loop.cache.snapshot()
+    loop.cache._book.copy(loop.cache.rows[1])  # as an interrupt between two operations leaves it
+    held = used(loop.cache)
+    loop.cache.release([0, 1])
+    assert used(loop.cache) == held, "the snapshot's"
+    loop.cache.restore(snapshot)
+    assert torch.allclose(loop.step([0], [[5]])[0, -1], forward(model, [[*prompt, 5]])[0, -1], atol=1e-4)
+    snapshot.release()
+    loop.cache.release([0, 1])
+    assert used(loop.cache) == [0] * len(loop.cache.groups)
