@@ -33,6 +33,14 @@ RECIPES = {
 }
 
 
+QUICK = {("dense", "plain"), ("sliding", "beam"), ("hybrid", "drafts"), ("dense", "cfg")}
+PAIRS = [
+    pytest.param(family, name, marks=[] if (family, name) in QUICK else pytest.mark.slow)
+    for family in ("dense", "sliding", "hybrid")
+    for name in RECIPES
+]
+
+
 class Fault(BaseException):
     """Stands for a KeyboardInterrupt."""
 
@@ -132,7 +140,7 @@ def test_a_rule_that_fails_anywhere(model, hook, step, how) -> None:
     expected = decode(model, decodekit.load({}), new_cache(model))
     faulty = decodekit.Decoder(Recipe(rules=(Faulty(hook=hook, step=step, how=how),)))
     with pytest.raises(
-        Fault if how == "interrupt" else PluginError, match="" if how == "interrupt" else "faulty.*broken"
+        Fault if how == "interrupt" else PluginError, match=None if how == "interrupt" else "faulty.*broken"
     ):
         decode(model, faulty, cache)
     check_unharmed(model, cache, expected)
@@ -202,9 +210,9 @@ class Streamer:
         self.ended += 1
 
 
-@pytest.mark.parametrize("name", ["plain", "cfg", "drafts"])
-def test_a_streamer_that_fails_at_any_step(model, name) -> None:
-    recipe = RECIPES[name]
+@pytest.mark.parametrize(("family", "name"), [pair for pair in PAIRS if pair.values[1] != "beam"])
+def test_a_streamer_that_fails_at_any_step(family, name) -> None:
+    model, recipe = tiny_model(family, dtype=torch.float64), RECIPES[name]
     cache, expected = new_cache(model), decode(model, decodekit.load(recipe), new_cache(model))
     kept = []  # as an interactive session keeps the last error, with all that its frames hold
     for fail_at in (0, 4, 17):
@@ -217,9 +225,9 @@ def test_a_streamer_that_fails_at_any_step(model, name) -> None:
             check_unharmed(model, cache, expected, recipe)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_pool_that_is_exhausted_at_any_allocation(model, name, monkeypatch) -> None:
-    recipe, honest = RECIPES[name], Allocator.choose
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_a_pool_that_is_exhausted_at_any_allocation(family, name, monkeypatch) -> None:
+    model, recipe, honest = tiny_model(family, dtype=torch.float64), RECIPES[name], Allocator.choose
     expected, count = decode(model, decodekit.load(recipe), new_cache(model)), [0]
 
     def counting(self, wanted):
@@ -260,9 +268,8 @@ def knowing(model):
 
 
 # Every so many lines; a prime, so that loops of any length are met at all of their lines.
-@pytest.mark.parametrize("stride", [397, pytest.param(53, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["plain", "beam", "drafts"])
-@pytest.mark.parametrize("family", ["dense", "sliding", "hybrid"])
+@pytest.mark.parametrize("stride", [797, pytest.param(53, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "name"), [pair for pair in PAIRS if pair.values[1] != "cfg"])
 def test_a_call_that_is_interrupted_at_any_line(family, name, stride, monkeypatch) -> None:
     model = tiny_model(family, dtype=torch.float64, layers=2)
     modules = [allocator, blocks, gather, gathered, paged, rectangle, rows, states, stepping, steps]
@@ -283,7 +290,7 @@ def test_a_call_that_is_interrupted_at_any_line(family, name, stride, monkeypatc
         assert all(group.pool.used_blocks == 0 for group in cache.groups)
         assert not cache._book.recording
         line += stride
-    assert interrupted > 5
+    assert interrupted > 2
 
 
 @pytest.mark.parametrize("name", RECIPES)

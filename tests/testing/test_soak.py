@@ -8,11 +8,11 @@ pytestmark = pytest.mark.integration
 
 
 def test_requests_of_all_kinds_leave_nothing_behind() -> None:
-    report = soak(requests=100)
+    report = soak(requests=70)
     assert report.mismatches == []
     assert report.leaked_blocks == 0
     assert report.requests.keys() >= {*RECIPES, "left early", "exhausted", "broken: interrupt", "reset"}
-    assert report.tokens > 500
+    assert report.tokens > 300
     assert report.usable_s > 0
 
 

@@ -86,8 +86,6 @@ SPECULATION = [
          *_SPECULATION),
         ("the bonus token is missing", "speculation:Walk.accept", "self.sequence.finish_reason is None",
          "self.sequence.finish_reason is None and self.node + 1 < len(self.draft)", *_SPECULATION),
-        ("nothing ends inside a draft", "speculation:Walk.accept", "self.sequence.finish_reason is None", "True",
-         *_SPECULATION),
         ("after a rejection the target is drawn from", "speculation:Speculation.choose",
          "int(inverse_cdf(left.unsqueeze(0), own))", "picked", *_SPECULATION),
         ("siblings share one draw", "speculation:Speculation.choose", "VERIFY_LANE + child", "VERIFY_LANE", *_SPECULATION),
