@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from decodekit.integrations.processors import as_logits_processor
     from decodekit.runtime.api import load, strategy
     from decodekit.runtime.decoder import Decoder
+    from decodekit.runtime.engine import Engine
 
 # Imported on first use: ``import decodekit`` and the command line stay fast, and nothing loads torch before it must.
 _HOME = {
@@ -86,6 +87,7 @@ _HOME = {
     "decodekit.integrations.processors": ("as_logits_processor",),
     "decodekit.runtime.api": ("load", "strategy"),
     "decodekit.runtime.decoder": ("Decoder",),
+    "decodekit.runtime.engine": ("Engine",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -11,7 +11,7 @@ of a token cost O(1), and O(blocks of the sequence) where a block begins or ends
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, compress, islice
@@ -186,7 +186,11 @@ class BlockPool:
         return count <= self.free_blocks + self.cached_blocks
 
     def can_admit(self, prompt: Prompt, max_new: int) -> bool:
-        """Whether this prompt and ``max_new`` more tokens fit beside what is in use now, if nothing else grows.
+        """Whether this prompt and ``max_new`` more tokens fit beside what is in use now, if nothing else grows."""
+        return self.can_allocate(self.to_admit(prompt, max_new))
+
+    def to_admit(self, prompt: Prompt, max_new: int) -> int:
+        """How many free or evictable blocks this prompt and ``max_new`` more tokens would take now.
 
         With a window: if the prompt is prefilled at once and the window slides after every step.
         """
@@ -195,7 +199,17 @@ class BlockPool:
         needed = self._blocks(len(prompt.tokens) + max_new) - full
         if self.window is not None:
             needed = min(needed, max(self._blocks(len(prompt.tokens)) - full, self._blocks(self.window) + 1))
-        return self.can_allocate(needed + idle[full] - idle[slid])
+        return needed + idle[full] - idle[slid]
+
+    def needed(self, growing: Iterable[tuple[BlockTable, int]]) -> int:
+        """How many blocks it takes to append so many tokens to each of these tables, copies on write included."""
+        needed, writers, references = 0, Counter[int](), self._allocator.references
+        for table, count in growing:
+            needed += self._blocks(table.length + count) - len(table.blocks)
+            last = table.blocks[-1] if count and table.length % self.block_size else None
+            if last is not None and references[last] > 1:
+                writers[last] += 1
+        return needed + sum(min(many, references[block] - 1) for block, many in writers.items())
 
     def append(self, table: BlockTable, count: int) -> list[Copy]:
         """:meth:`append_together` for one table."""

@@ -9,6 +9,7 @@ It is used in one of two ways:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,11 @@ class PagedCache(GatheredCache):
         start = len(self.rows)
         self._book.open([self._prompt(prompt) for prompt in prompts])
         return list(range(start, len(self.rows)))
+
+    @property
+    def continues(self) -> bool:
+        """Whether several tokens can follow others in one step: some models' own code loses its state then."""
+        return self._continues
 
     def max_query(self, row: int, count: int) -> int:
         """How many of a row's next ``count`` tokens to forward in one step.
@@ -309,14 +315,30 @@ class PagedCache(GatheredCache):
 
     def can_admit(self, prompt: Prompt | Sequence[int], max_new: int) -> bool:
         """Whether a prompt and ``max_new`` more tokens fit beside what is there, if nothing else grows."""
+        takes = self.to_admit(prompt, max_new)
+        return all(group.pool.can_allocate(count) for group, count in zip(self.groups, takes, strict=True))
+
+    def to_admit(self, prompt: Prompt | Sequence[int], max_new: int) -> list[int]:
+        """How many free or evictable blocks of each group a prompt and ``max_new`` more tokens would take now."""
         wanted = self._prompt(prompt)
         if self.stream is None:
-            return all(group.pool.can_admit(wanted, max_new) for group in self.groups)
+            return [group.pool.to_admit(wanted, max_new) for group in self.groups]
         size = self.groups[0].pool.block_size
         most = size * self.stream.blocks(size, self._config)
         kept = replace(wanted, tokens=wanted.tokens[:most])
         rest = min(max_new + len(wanted.tokens), most) - len(kept.tokens)
-        return all(group.pool.can_admit(kept, rest) for group in self.groups)
+        return [group.pool.to_admit(kept, rest) for group in self.groups]
+
+    def missing(self, counts: Mapping[int, int]) -> int:
+        """How many blocks the group that lacks most has too few for so many more tokens of each of these rows.
+
+        Less than 0 where some are left.
+        """
+        lacks = []
+        for number, group in enumerate(self.groups):
+            growing = [(self.rows[row].tables[number], count) for row, count in counts.items()]
+            lacks.append(group.pool.needed(growing) - group.pool.free_blocks - group.pool.cached_blocks)
+        return max(lacks, default=-sys.maxsize)
 
     def stats(self) -> dict[str, Any]:
         """Rows, tokens and bytes now; for each group its layers, window, sinks and what :meth:`BlockPool.stats` counts.

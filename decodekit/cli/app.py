@@ -60,6 +60,33 @@ def run(
     return run_recipe(recipe, prompts or [], model=model, settings=settings or [], raw=raw, trace=trace, as_json=json)
 
 
+@app.command("map")
+def map_command(
+    recipe: RecipeFile,
+    source: Annotated[str, typer.Argument(metavar="IN", help="a JSONL file of rows: id, prompt; - for standard input")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="a JSONL file; - for standard output")],
+    model: Model = None,
+    settings: Settings = None,
+    template: Annotated[
+        str | None, typer.Option("--template", metavar="TEXT", help="the prompt, with {field} for fields of the row")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the rows that OUT lacks")] = False,
+    unordered: Annotated[bool, typer.Option("--unordered", help="write rows as they end")] = False,
+    budget: Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="of the caches, such as 4GiB")] = None,
+    slots: Annotated[int, typer.Option("--slots", metavar="N", min=1, help="most rows decoded at once")] = 64,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="run on this Ray cluster; 'local' starts one here")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Decode every row of a JSONL file as a recipe says."""
+    from decodekit.cli.map import Options, map_rows
+
+    options = Options(model, settings or [], template, raw, resume, unordered, budget, slots, ray, json)
+    return map_rows(recipe, source, target, options)
+
+
 @app.command()
 def plugins(json: Json = False) -> int:
     """List every plugin, and what failed to load."""
@@ -132,11 +159,38 @@ def plan(
     dtype: Annotated[str | None, typer.Option("--dtype", help="of K/V; the model's own if left out")] = None,
     block_size: Annotated[int, typer.Option("--block-size", metavar="N", min=1, help="tokens of a block")] = 16,
     budget: Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="of the caches, such as 4GiB")] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            "--workload", metavar="FILE", help="a JSONL trace to replay: prompt_tokens, output_tokens, arrival_s"
+        ),
+    ] = None,
+    tokens_per_step: Annotated[
+        int, typer.Option("--tokens-per-step", metavar="N", min=1, help="of the replayed engine")
+    ] = 2048,
+    tflops: Annotated[float, typer.Option("--tflops", help="of the device; an H200's dense bf16 by default")] = 989.0,
+    bandwidth: Annotated[
+        str, typer.Option("--bandwidth", metavar="SIZE", help="bytes a second of its memory")
+    ] = "4.8TB",
     json: Json = False,
 ) -> int:
     """Say what a model's cache takes, and which kind to choose, without loading weights."""
-    from decodekit.cli.plan import plan_cache
+    from decodekit.cli.plan import plan_cache, plan_workload
 
+    if workload is not None:
+        return plan_workload(
+            model,
+            config,
+            workload,
+            slots=batch,
+            dtype=dtype,
+            block_size=block_size,
+            budget=budget,
+            tokens=tokens_per_step,
+            flops=tflops * 1e12,
+            bandwidth=bandwidth,
+            as_json=json,
+        )
     return plan_cache(
         model, config, context=context, batch=batch, dtype=dtype, block_size=block_size, budget=budget, as_json=json
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 from decodekit.cache.ledger import Ledger, ledger
 from decodekit.cli.console import print_json, results
 from decodekit.core.errors import InputError
-from decodekit.core.units import format_bytes
+from decodekit.core.units import format_bytes, parse_bytes
 
 
 def plan_cache(
@@ -26,15 +26,83 @@ def plan_cache(
     as_json: bool,
 ) -> int:
     """Print the ledger of a model's cache; ``as_json`` with the names that it has in Python."""
-    if (model is None) == (config is None):
-        raise InputError("give either a model with -m or its config.json with --config")
-    source = _config_of(model) if model is not None else config
+    source = _source(model, config)
     plan = ledger(source, context, batch, dtype=dtype, block_size=block_size, budget=budget)
     if as_json:
         print_json(dataclasses.asdict(plan))
     else:
         _print(plan)
     return 0
+
+
+def plan_workload(
+    model: str | None,
+    config: Path | None,
+    workload: Path,
+    *,
+    slots: int,
+    dtype: str | None,
+    block_size: int,
+    budget: str | None,
+    tokens: int,
+    flops: float,
+    bandwidth: str,
+    as_json: bool,
+) -> int:
+    """Replay a trace of requests in static batches and in the engine, and print what each takes at least."""
+    from transformers import AutoConfig
+
+    from decodekit.runtime.workload import continuous, machine_of, read_trace, split_of, static
+
+    trace = read_trace(workload)
+    source = _source(model, config)
+    longest = max(arrival.prompt + arrival.output for arrival in trace)
+    counted = ledger(source, longest, slots, dtype=dtype, block_size=block_size, budget=budget)
+    own = source if hasattr(source, "to_dict") else AutoConfig.from_pretrained(source, trust_remote_code=False)
+    machine = machine_of(own, counted, flops=flops, bandwidth=parse_bytes(bandwidth))
+    blocks = None
+    if budget is not None and machine.kv_bytes:
+        blocks = (parse_bytes(budget) - slots * machine.state_bytes) // (machine.kv_bytes * block_size)
+        if blocks * block_size < longest:
+            raise InputError(
+                f"budget {budget} holds {max(0, blocks) * block_size} tokens beside the states of {slots} rows; the longest "
+                f"request of the workload has {longest}"
+            )
+    ways = [static(trace, machine, slots=slots)]
+    for limit in (None, tokens):
+        ways.append(continuous(trace, machine, slots=slots, tokens=limit, blocks=blocks, block_size=block_size))
+    rows = [way.figures(machine) for way in ways]
+    document: dict[str, Any] = {"floor": True, "requests": len(trace), "slots": slots, "ways": rows}
+    if budget is not None:
+        document["split"] = split_of(trace, machine, budget, block_size)
+    if as_json:
+        print_json(document)
+        return 0
+    results.print(
+        f"{len(trace)} requests in {slots} slots, at {flops / 1e12:g} TFLOP/s and {format_bytes(parse_bytes(bandwidth))}/s: a "
+        "floor, which real steps stay above\n",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    results.print(table)
+    if budget is not None:
+        split = document["split"]
+        results.print(
+            f"\n{budget} hold about {split['rows']} rows of {split['mean_live_tokens']:.0f} live tokens: "
+            f"{format_bytes(split['state_slots_bytes'])} for states, {split['kv_blocks']} blocks of K/V",
+            markup=False,
+        )
+    return 0
+
+
+def _source(model: str | None, config: Path | None) -> Any:
+    if (model is None) == (config is None):
+        raise InputError("give either a model with -m or its config.json with --config")
+    return _config_of(model) if model is not None else config
 
 
 def _config_of(model: str) -> Any:

@@ -9,28 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jsonschema
 from pydantic import Field, field_validator
 
-from decodekit.core.errors import InputError, UnsupportedConstraint
+from decodekit.core.errors import InputError
 from decodekit.core.options import RecipePath
 from decodekit.core.protocols import Constraint
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.llg.engine import CompiledGrammar, is_empty
 from decodekit.schemas.compiler import SchemaGrammar, Whitespace
 from decodekit.schemas.drafts import draft_of
-
-MAX_CHARACTERS = 4 * 2**20
-MAX_PARTS = 200_000
-MAX_DEPTH = 100
-
-_VALIDATORS = {
-    "4": jsonschema.Draft4Validator,
-    "6": jsonschema.Draft6Validator,
-    "7": jsonschema.Draft7Validator,
-    "2019-09": jsonschema.Draft201909Validator,
-    "2020-12": jsonschema.Draft202012Validator,
-}
+from decodekit.schemas.grammar import MAX_CHARACTERS, VALIDATORS, check_size, schema_grammar
 
 
 class JsonSchema(Constraint):
@@ -67,7 +55,7 @@ class JsonSchema(Constraint):
     @classmethod
     def _within_limits(cls, schema: Any) -> Any:
         if not isinstance(schema, Path):
-            _check_size(schema)
+            check_size(schema)
         return schema
 
     @cached_property
@@ -90,7 +78,7 @@ class JsonSchema(Constraint):
                 raise
             raise InputError(f"the schema {str(self.schema_)!r} cannot be read: {error}") from error
         try:
-            _check_size(document)
+            check_size(document)
         except ValueError as error:
             raise InputError(f"the schema {str(self.schema_)!r} cannot be used: {error}") from error
         return document
@@ -106,28 +94,14 @@ class JsonSchema(Constraint):
             UnsupportedConstraint: a keyword cannot be enforced, and ``unsupported`` is ``error``.
             InputError: it is no schema, or one that no value fits.
         """
-        document = self.document
-        draft = self.draft_used
-        try:
-            # Not its formats: patterns are ECMAScript's, which Python's re does not know.
-            _VALIDATORS[draft].check_schema(document, format_checker=jsonschema.FormatChecker(()))
-        except jsonschema.SchemaError as error:
-            raise InputError(
-                f"this is no JSON Schema of draft {draft}: {error.json_path}: {error.message[:200]}"
-            ) from error
-        try:
-            grammar = SchemaGrammar(
-                document,
-                draft=draft,
-                whitespace=self.whitespace,
-                assert_format=None if self.format is None else self.format == "assert",
-                relax=self.unsupported == "validate",
-                empty=is_empty,
-            )
-            _ = grammar.lark
-            return grammar
-        except RecursionError as error:
-            raise UnsupportedConstraint("the schema is nested too deeply", ["$ref"]) from error
+        return schema_grammar(
+            self.document,
+            draft=self.draft_used,
+            whitespace=self.whitespace,
+            empty=is_empty,
+            assert_format=None if self.format is None else self.format == "assert",
+            relax=self.unsupported == "validate",
+        )
 
     @property
     def draft_used(self) -> str:
@@ -141,30 +115,10 @@ class JsonSchema(Constraint):
             value = json.loads(text)
         except ValueError as error:
             return f"no JSON: {error}"
-        validator = _VALIDATORS[self.draft_used]
+        validator = VALIDATORS[self.draft_used]
         checker = validator.FORMAT_CHECKER if self.format == "assert" else None
         try:
             fault = next(validator(self.document, format_checker=checker).iter_errors(value), None)
         except re.error as wrong:
             return f"cannot be checked: a pattern is none of Python's: {wrong}"
         return None if fault is None else f"{fault.json_path}: {fault.message}"
-
-
-def _check_size(schema: Any) -> None:
-    """Refuse a schema whose compilation could take long, before anything is made of it."""
-    stack = [(schema, 0)]
-    parts = characters = 0
-    while stack:
-        part, depth = stack.pop()
-        parts += 1
-        if isinstance(part, str):
-            characters += len(part)
-        elif isinstance(part, Mapping):
-            characters += sum(len(key) for key in part if isinstance(key, str))
-            stack += ((value, depth + 1) for value in part.values())
-        elif isinstance(part, list | tuple):
-            stack += ((value, depth + 1) for value in part)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"the schema is nested more than {MAX_DEPTH} deep")
-        if parts + len(stack) > MAX_PARTS or characters > MAX_CHARACTERS:
-            raise ValueError(f"the schema has more than {MAX_PARTS} parts or {MAX_CHARACTERS} characters")

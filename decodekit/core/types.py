@@ -172,6 +172,13 @@ class BranchOutputs:
         hidden = {layer: states[index] for layer, states in self._hidden.items()}
         return BranchOutputs(self.logits[index], hidden, self._readout)
 
+    def span(self, start: int, stop: int) -> BranchOutputs:
+        """Positions ``start`` up to ``stop``, without a copy."""
+        if (start, stop) == (0, len(self.logits)):
+            return self
+        hidden = {layer: states[start:stop] for layer, states in self._hidden.items()}
+        return BranchOutputs(self.logits[start:stop], hidden, self._readout)
+
     def only(self, layers: Sequence[int]) -> BranchOutputs:
         """The same positions with these hidden layers alone."""
         return BranchOutputs(self.logits, {layer: self._hidden[layer] for layer in layers}, self._readout)

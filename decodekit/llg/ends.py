@@ -20,6 +20,12 @@ _FEW = 12
 _VALUES = (b"0", b"[]", b"{}", b"1", b"null", b"true", b"false", b"[", b"{")
 
 
+def known_end(matcher: LLMatcher, ending: bytes) -> bytes | None:
+    """The longest part of ``ending`` up to its last byte that ends the text here; ``None`` where no part does."""
+    parts = (ending[place:] for place in range(len(ending)))
+    return next((part for part in parts if (ahead := _after(matcher, part)) is not None and ahead.is_accepting()), None)
+
+
 def searched_end(matcher: LLMatcher, reached: Callable[[LLMatcher], bool]) -> bytes | None:
     """Few bytes that lead to a place that is wanted; ``None`` where a bounded search finds none.
 

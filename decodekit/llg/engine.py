@@ -18,7 +18,7 @@ from torch import Tensor
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, is_legal, mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
-from decodekit.llg.ends import CLOSING, JSON_CLOSING, Scan, json_end, searched_end
+from decodekit.llg.ends import CLOSING, JSON_CLOSING, Scan, json_end, known_end, searched_end
 
 MAX_GRAMMAR = 8 * 2**20
 """Characters of a grammar's text: longer ones are refused before the engine reads them."""
@@ -33,6 +33,7 @@ class CompiledGrammar(CompiledConstraint):
         vocabulary: of the model.
         unsupported: the keywords of the source that the grammar leaves out.
         names: where the texts are JSON, the names that its objects may need, the required first.
+        ending: bytes that some texts end with, from any of its places on; tried before an end is searched for.
 
     Raises:
         UnsupportedConstraint: the grammar is beyond the engine's limits.
@@ -45,9 +46,10 @@ class CompiledGrammar(CompiledConstraint):
         vocabulary: Vocabulary,
         unsupported: Iterable[str] = (),
         names: tuple[str, ...] | None = None,
+        ending: bytes = b"",
     ) -> None:
         self.vocabulary = vocabulary
-        self.names = names
+        self.names, self.ending = names, ending
         self.unsupported = tuple(unsupported)
         self.exact = not self.unsupported
         lark = _spaced(lark) if vocabulary.drops_first_space else lark
@@ -182,7 +184,8 @@ class GrammarState(ConstraintState):
             end = json_end(here.matcher, here.scan, self._compiled.names)
             if end is not None:
                 return end
-        return searched_end(here.matcher, LLMatcher.is_accepting)
+        known = known_end(here.matcher, self._compiled.ending)
+        return searched_end(here.matcher, LLMatcher.is_accepting) if known is None else known
 
     def _end_within(self, limit: int) -> tuple[bytes | None, int | None]:
         """An end of at most ``limit`` tokens, and how many it takes."""
@@ -203,10 +206,13 @@ class GrammarState(ConstraintState):
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
         """As the protocol says, near the limit: of the legal tokens, those for which an end is found in time.
 
-        Far from it (four times the tokens that an end takes now, and 64 more) every legal token is taken to leave time enough.
+        Far from it (four times the tokens that an end takes now, and 64 more) every legal token is taken to leave time enough,
+        and so it is where no end is found at all.
         """
         self.mask(out, row)
         end, needed = self._end_within(limit)
+        if needed is None and self.shortest_end() is None:
+            return  # behind every token would be another search, as long as this one and as little use
         if needed is not None and limit >= 4 * needed + 64:
             return
         compiled, legal = self._compiled, out[row]

@@ -88,13 +88,17 @@ class Auditor:
             certificate = self._certificates[request.id]
             certificate.steps += 1
             for session in self._sessions:
-                for branch in session.branches:
-                    exact = _uncached(session.model, [*session.prompt(branch, request.id), *sequence.tokens])
+                for branch in session.branches(sequence.row):
+                    exact = _uncached(session.model, [*sequence.prompts[branch], *sequence.tokens])
                     _compare(certificate, branch, place, outputs[branch].logits[position], exact)
 
-    def certificate(self, row: int) -> dict[str, Any]:
-        """What was found of the sequences of a prompt's row, as plain data."""
-        return asdict(self._certificates[row])
+    def certificate(self, request: int) -> dict[str, Any]:
+        """What was found of the sequences of a request, as plain data."""
+        return asdict(self._certificates[request])
+
+    def forget(self, request: int) -> None:
+        """A request is over."""
+        self._certificates.pop(request, None)
 
 
 def _uncached(model: Any, ids: Sequence[int]) -> Tensor:

@@ -16,9 +16,10 @@ from decodekit.core.types import Branch
 from decodekit.recipe import Recipe
 from decodekit.runtime.caches import context_length, paged_cache
 from decodekit.runtime.guard import guarded
+from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import SequenceState
-from decodekit.runtime.session import DynamicSession, PagedSession, Session
+from decodekit.runtime.session import DynamicSession, Session
 from decodekit.runtime.settings import Settings
 
 
@@ -29,7 +30,7 @@ def too_long(length: int, context: int | None) -> str | None:
     return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
 
 
-def _branches(
+def branches_of(
     strategy: TokenStrategy, sequence: SequenceState, context_of: Callable[[Branch], int | None]
 ) -> dict[str, Branch]:
     """The branches of a row by name; none, and the row has failed, where it cannot have them.
@@ -60,6 +61,7 @@ def _branches(
             rooms.append(len(prompt) + context - length)
     sequence.request = dataclasses.replace(sequence.request, prompt_ids=prompt)
     sequence.limits = dataclasses.replace(sequence.limits, context=min(rooms, default=None))
+    sequence.prompts = {branch.name: branch.prompt_ids for branch in own}
     return {branch.name: branch for branch in own}
 
 
@@ -75,11 +77,7 @@ def sessions_of(
     scoring: bool,
 ) -> list[Session]:
     """A session a model; the main branch goes on from what ``generate`` prepared."""
-    strategy = plan.strategy
-    layers = _hidden_layers(strategy, compat.text_config(model))
-    for reader in (plan.search, plan.drafter):
-        if reader is not None:
-            layers = tuple(dict.fromkeys([*layers, *_hidden_layers(reader, compat.text_config(model))]))
+    strategy, layers = plan.strategy, hidden_layers(plan, model)
     # A row that cannot be decoded still takes its place in a rectangular batch.
     blank = [sequence.request.prompt_ids or (settings.pad,) for sequence in sequences]
 
@@ -87,7 +85,7 @@ def sessions_of(
         given = prepared.model_kwargs.get(compat.CACHE_KEY) if branch.model == "main" else None
         return context_length(models.get(branch.model, model), recipe, given)
 
-    branches = [_branches(strategy, sequence, context_of) for sequence in sequences]
+    branches = [branches_of(strategy, sequence, context_of) for sequence in sequences]
     runs = {name: branch.model for own in branches for name, branch in own.items()} or {"main": "main"}
     prompts = {
         name: [own[name].prompt_ids if name in own else instead for own, instead in zip(branches, blank, strict=True)]
@@ -95,16 +93,16 @@ def sessions_of(
     }
     sessions: list[Session] = []
     for model_name in sorted(set(runs.values()), key="main".__ne__):
-        runner = model if model_name == "main" else _other_model(model, model_name, strategy, models)
+        runner = model if model_name == "main" else other_model(model, model_name, strategy, models)
         own_prompts = {name: prompts[name] for name, other in runs.items() if other == model_name}
         kept = layers if "main" in own_prompts else ()
         cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)
         if cache is not None:
-            keep_prompt = bool(kept) and any(own.reads_prompt for own in (plan.search, plan.drafter) if own is not None)
-            rollbacks = plan.rolls_back
-            sessions.append(
-                PagedSession(runner, cache, own_prompts, layers=kept, keep_prompt=keep_prompt, rollbacks=rollbacks)
-            )
+            session = PagedSession(runner, cache, layers=kept, rollbacks=plan.rolls_back)
+            for row in range(len(sequences)):
+                own = {name: rows[row] for name, rows in own_prompts.items()}
+                session.expect(row, own, keep_prompt=bool(kept) and plan.reads_prompt)
+            sessions.append(session)
             continue
         inputs = {
             name: _main_inputs(prepared, settings)
@@ -116,7 +114,7 @@ def sessions_of(
     return sessions
 
 
-def _other_model(model: Any, name: str, strategy: TokenStrategy, models: Mapping[str, Any]) -> Any:
+def other_model(model: Any, name: str, strategy: TokenStrategy, models: Mapping[str, Any]) -> Any:
     """The model of this name, which is fed the tokens that are chosen for the main one."""
     if (other := models.get(name)) is None:
         raise InputError(
@@ -130,6 +128,12 @@ def _other_model(model: Any, name: str, strategy: TokenStrategy, models: Mapping
             "same vocabulary"
         )
     return other
+
+
+def hidden_layers(plan: Plan, model: Any) -> tuple[int, ...]:
+    """The hidden layers that the strategies of a plan read, each once."""
+    readers = [own for own in (plan.strategy, plan.search, plan.drafter) if own is not None]
+    return tuple(dict.fromkeys(layer for own in readers for layer in _hidden_layers(own, compat.text_config(model))))
 
 
 def _hidden_layers(strategy: TokenStrategy | SearchStrategy | Drafter, config: Any) -> tuple[int, ...]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from decodekit.cache.ledger import ledger
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.rectangle import room
 from decodekit.cache.streaming import Stream
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
-from decodekit.core.units import format_bytes
+from decodekit.core.units import format_bytes, parse_bytes
+from decodekit.kernels import triton_runs
 from decodekit.recipe import PagedSpec, Recipe
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.settings import Settings
+
+_DEFAULT_BUDGET = 4 << 30
 
 # What a forward of rows over a paged cache gives itself; anything else (images, embeddings) is for transformers' own loop.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
@@ -161,3 +166,54 @@ def _blocks(
     widest = max(len(prompt) + settings.room(len(prompt)) for prompt in different)
     gathered = rows * room(widest) * full.kv_bytes_per_token
     return needed, needed * block + gathered <= spec.budget
+
+
+def shared_cache(model: Any, spec: PagedSpec, blocks: int, *, prefix_cache: bool) -> PagedCache:
+    """The cache of a model for requests that come and go."""
+    return PagedCache(
+        model.config,
+        num_blocks=blocks,
+        block_size=spec.block_size,
+        device=model.device,
+        quantization=spec.quantization,
+        prefix_cache=prefix_cache,
+        # Kernels read the blocks in place; elsewhere, gathering in every step takes longer than the model itself.
+        keep_gathered=not triton_runs(model.device),
+        sinks=0 if spec.window is None else spec.sinks,
+        window=spec.window,
+    )
+
+
+def shared_blocks(models: Sequence[Any], spec: PagedSpec, budget: int | str | None, slots: int) -> int:
+    """Blocks of each cache group that a budget holds beside the states of all slots, for all models together.
+
+    Args:
+        models: the main one first.
+        spec: block size and quantization.
+        budget: bytes; ``None`` for 4 GiB, or 80 % of what is free on a GPU.
+        slots: most rows at once.
+
+    Raises:
+        InputError: it holds no block.
+    """
+    size, block, states = spec.block_size, 0, 0
+    for model in models:
+        counted = ledger(
+            model.config, context=size, batch=1, dtype=model.dtype, block_size=size, quantization=spec.quantization
+        )
+        block += counted.kv_bytes_per_token * size + counted.scale_bytes_per_block
+        states += counted.state_bytes_per_request + counted.conv_bytes_per_request
+    if budget is None:
+        on_gpu = models[0].device.type == "cuda"
+        budget = int(0.8 * torch.cuda.mem_get_info(models[0].device)[0]) if on_gpu else _DEFAULT_BUDGET
+    given = parse_bytes(budget)
+    available = given - states * slots
+    if (block and available < block) or available < 0:
+        raise InputError(
+            f"budget {format_bytes(given)} holds no block of {size} tokens ({format_bytes(block)}) beside the states of "
+            f"{slots} slots ({format_bytes(states * slots)}); raise it, or ask for fewer slots"
+        )
+    context = compat.context_length(models[0])
+    most = available // block if block else 1
+    # More than all slots at their full length would only be kept for nobody.
+    return min(most, slots * -(-context // size)) if context is not None and block else most

@@ -2,70 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from decodekit.core import compat
-from decodekit.core.errors import DecodekitError, InputError, Refused, nearest
-from decodekit.core.protocols import SearchStrategy, TokenStrategy
-from decodekit.core.random import Stream, fresh_seed, prompt_digest
-from decodekit.core.types import Need, Request
+from decodekit.core.errors import DecodekitError, RowError
 from decodekit.recipe import Recipe
 from decodekit.runtime.auditing import Auditor
-from decodekit.runtime.branches import sessions_of, too_long
+from decodekit.runtime.branches import hidden_layers, sessions_of
 from decodekit.runtime.caches import context_length, more_than_ids
+from decodekit.runtime.choosing import Chooser
 from decodekit.runtime.constraining import Constraints, Forcing
 from decodekit.runtime.drafting import BLOCK_SIZE, Host
 from decodekit.runtime.guard import guarded
+from decodekit.runtime.lane import Lane
 from decodekit.runtime.loop import Loop
+from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline, Step
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.processors import CallersStep, option_steps
-from decodekit.runtime.sequence import Limits, SequenceState
-from decodekit.runtime.session import PagedSession, Session
-from decodekit.runtime.settings import Settings, merge_rules, resolve
+from decodekit.runtime.scoring import Scoring
+from decodekit.runtime.sequence import SequenceState
+from decodekit.runtime.session import Session
+from decodekit.runtime.settings import Settings, merge_rules
 from decodekit.runtime.speculation import Speculation
 from decodekit.runtime.tasks import PlainTask, Result, SearchTask, SequenceTask, Task
-from decodekit.runtime.text import TextTracker, encoder
-
-INPUTS = ("text", "context", "negative_prompt", "constraint", "seed")
-"""What a prompt may bring besides its ids; strategies may need more."""
-
-BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping")
-"""Options of generate that are a search strategy's own."""
-
-
-@dataclass
-class Given:
-    """What a Decoder was given beside the prompts.
-
-    Attributes:
-        tokenizer: the model's tokenizer, or ``None``.
-        models: other models by name, for branches.
-        inputs: one mapping a prompt (text, context, seed, ...), or none at all.
-        raw: texts skip the chat template.
-        want_text: decode the output.
-        keep_logprobs: note log-probabilities.
-        keep_stages: record logits after each rule.
-        scoring: given tokens are to be scored, all positions at once.
-        named: options of the recipe that the call itself named.
-        prompts: which of the caller's prompts each of the call's is; all of them if empty.
-    """
-
-    tokenizer: Any = None
-    models: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    inputs: Sequence[Mapping[str, Any]] = ()
-    raw: bool = False
-    want_text: bool = False
-    keep_logprobs: bool = False
-    keep_stages: bool = False
-    scoring: bool = False
-    named: frozenset[str] = frozenset()
-    prompts: Sequence[int] = ()
+from decodekit.runtime.work import Given, Work, understand
 
 
 @dataclass
@@ -86,6 +51,11 @@ class Call:
     loop: Loop
     seed: int
 
+    @property
+    def lane(self) -> Lane:
+        """The only one."""
+        return self.loop.lanes[0]
+
     def results(self) -> list[Result]:
         """The outputs of all tasks, in order."""
         return [result for task in self.tasks for result in task.results(self.outputs)]
@@ -99,94 +69,74 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         InputError: something that the recipe needs was not given.
     """
     started = time.perf_counter()
-    compat.check_model(model)
-    settings = resolve(model, prepared, recipe, given.named)
-    plan, prepared, given = _take_guidance(_plan(recipe, settings, given), prepared, given)
-    prompts = _prompt_count(prepared)
-    _check_inputs(given, plan, prompts)
-    outputs = 1
-    if plan.outputs:
-        outputs = _outputs(plan, settings)
-        compat.keep_every(prepared, prepared.input_ids.shape[0] // prompts)
-    elif settings.copies > 1:
-        compat.expand(model, prepared, settings.copies)
-    seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
-    _check_tokenizer(settings, plan, given)
     context = context_length(model, recipe, prepared.model_kwargs.get(compat.CACHE_KEY))
-    sequences = _sequences(prepared, settings, given, prompts, seed, started, plan, context)
+    work = understand(model, prepared, recipe, given, context=context, started=started)
+    plan, settings, sequences, scoring = work.plan, work.settings, work.sequences, work.given.scoring
     if plan.constrained:
-        _constrain(model, recipe, settings, given, sequences)
-    sessions = sessions_of(model, plan, prepared, recipe, settings, sequences, given.models, scoring=given.scoring)
-    audited = recipe.audit and not given.scoring
-    auditor = Auditor(recipe.audit, sessions, more_than_ids(prepared)) if audited else None
-    steps = _steps(model, prepared, recipe, settings, given, sequences)
-    pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=recipe.fallback, eos=settings.eos)
-    tasks = [_task(sequence, plan) for sequence in sequences]
-    loop = Loop(
-        sessions,
+        constraints = Constraints(recipe.constraint, work.given.tokenizer, logits_width(model), settings.eos)
+        constrain(constraints, sequences)
+    sessions = sessions_of(model, plan, work.prepared, recipe, settings, sequences, work.given.models, scoring=scoring)
+    lane = make_lane(model, work, sessions, itertools.count(len(sequences)).__next__, steps=steps_of(model, work))
+    tasks = [task_of(sequence, plan) for sequence in sequences]
+    for task in tasks:
+        lane.chooser.add(task)
+    lane.tasks += tasks
+    if not scoring:
+        # Whole blocks, and room for a draft of every row and its forks.
+        longest = [len(own.request.prompt_ids) + max(0, own.limits.max_new_tokens) for own in sequences]
+        tokens = sum(plan.rows * (own + 3 * plan.drafted + 4 * BLOCK_SIZE) for own in longest)
+        speculate(lane, model, work.given, sessions, tokens)
+    if lane.speculation is None and all(isinstance(task, PlainTask) for task in tasks):
+        lane.chooser.show_rows()
+        for _, step in lane.pipeline.steps:
+            if isinstance(step, CallersStep) and not scoring:
+                step.chooser = lane.chooser
+    loop = Loop(sessions, [lane])
+    loop.started = started
+    return Call(work.prepared, settings, tasks, work.outputs, loop, work.seed)
+
+
+def make_lane(
+    model: Any,
+    work: Work,
+    sessions: Sequence[Session],
+    new_row: Callable[[], int],
+    *,
+    steps: Sequence[tuple[str, Step]],
+    confines: type[Exception] = RowError,
+) -> Lane:
+    """Where requests like this are scored and chosen for.
+
+    Args:
+        model: the model.
+        work: what is asked for.
+        sessions: what runs the branches, one a model.
+        new_row: gives a number that no row of the sessions has had.
+        steps: the chain of rules.
+        confines: what ends a row alone when a rule or constraint raises it while a token is taken.
+    """
+    plan, settings, given = work.plan, work.settings, work.given
+    pipeline = Pipeline(steps, sample=bool(settings.config.do_sample), fallback=work.recipe.fallback, eos=settings.eos)
+    chooser = Chooser(
         plan,
         pipeline,
-        tasks,
-        input_ids=prepared.input_ids,
+        input_ids=work.prepared.input_ids,
         pad=settings.pad,
+        new_row=new_row,
+        prompt_hidden=lambda row: sessions[0].prompt_hidden.pop(row, {}),
         criteria=settings.criteria.own,
         keep_logprobs=given.keep_logprobs or plan.search is not None,
         keep_stages=given.keep_stages,
-        speculation=None if given.scoring else _speculation(model, plan, pipeline, sequences, sessions, given),
-        auditor=auditor,
+        confines=confines,
     )
-    loop.started = started
-    if not given.scoring and loop.chooser.shows_rows:
-        for _, step in steps:
-            if isinstance(step, CallersStep):
-                step.chooser = loop.chooser
-    return Call(prepared, settings, tasks, outputs, loop, seed)
+    lane = Lane(plan, pipeline, Scoring(plan, sessions), chooser, hidden_layers(plan, model))
+    if work.recipe.audit and not given.scoring:
+        lane.auditor = Auditor(work.recipe.audit, sessions, more_than_ids(work.prepared))
+    return lane
 
 
-def _plan(recipe: Recipe, settings: Settings, given: Given) -> Plan:
-    """The strategies of the recipe, ready for this call's options and tokenizer.
-
-    Raises:
-        Refused: the call asks for what the strategy cannot do.
-    """
-    whole: Any = recipe.strategy
-    inner = whole if isinstance(whole, TokenStrategy) else whole.inner
-    with guarded(inner, "resolve"):
-        inner = inner.resolve(given.tokenizer)
-    if given.scoring:
-        return Plan(inner)  # what is scored is the distribution that tokens are chosen from
-    constrained = recipe.constraint is not None or any(
-        isinstance(inputs, Mapping) and "constraint" in inputs for inputs in given.inputs
-    )
-    drafter = recipe.drafter
-    if drafter is not None:
-        with guarded(drafter, "resolve"):
-            drafter = drafter.resolve(given.tokenizer)
-    if isinstance(whole, TokenStrategy):
-        return Plan(inner, drafter=drafter, constrained=constrained)
-    if isinstance(whole, SearchStrategy):
-        whole = _with_call_options(whole, settings)
-    elif whole.count > 1 and not settings.config.do_sample:
-        raise Refused(
-            f"{whole.count} outputs of {inner.kind!r} are the same text each time without sampling; give do_sample=True"
-        )
-    with guarded(whole, "resolve"):
-        whole = whole.resolve(given.tokenizer)
-    if not isinstance(whole, SearchStrategy):
-        return Plan(inner, sequence=whole, drafter=drafter, constrained=constrained)
-    if drafter is not None:
-        raise Refused(
-            f"drafter {drafter.kind!r} drafts for one hypothesis, and {whole.kind!r} keeps several; leave it out"
-        )
-    return Plan(inner, search=whole, constrained=constrained)
-
-
-def _constrain(
-    model: Any, recipe: Recipe, settings: Settings, given: Given, sequences: Sequence[SequenceState]
-) -> None:
+def constrain(constraints: Constraints, sequences: Sequence[SequenceState]) -> None:
     """Give every row its constraint; a row whose own cannot be fails alone."""
-    width = model.get_output_embeddings().weight.shape[0]
-    constraints = Constraints(recipe.constraint, given.tokenizer, width, settings.eos)
     for sequence in sequences:
         if sequence.error is not None:
             continue
@@ -199,191 +149,56 @@ def _constrain(
             sequence.fail(str(error))
 
 
-def _speculation(
-    model: Any,
-    plan: Plan,
-    pipeline: Pipeline,
-    sequences: Sequence[SequenceState],
-    sessions: Sequence[Session],
-    given: Given,
-) -> Callable[[Loop], Speculation] | None:
-    drafter = plan.drafter
-    if drafter is None:
-        if not plan.rolls_back or not all(isinstance(session, PagedSession) for session in sessions):
-            return None
-        drafter = Forcing()
-    longest = [len(own.request.prompt_ids) + max(0, own.limits.max_new_tokens) for own in sequences]
-    # Whole blocks, and room for a draft of every row and its forks.
-    tokens = sum(plan.rows * (own + 3 * drafter.max_tokens + 4 * BLOCK_SIZE) for own in longest)
-    host = Host(model, given.tokenizer, given.models, pipeline, tokens, model.device)
-    return lambda loop: Speculation(drafter, host, loop.sessions, loop.chooser.new_row)
+def logits_width(model: Any) -> int:
+    """How many logits the model's head gives."""
+    width: int = model.get_output_embeddings().weight.shape[0]
+    return width
 
 
-def _with_call_options(strategy: SearchStrategy, settings: Settings) -> SearchStrategy:
-    """The strategy with options of generate in place of its own, where it has them.
+def speculate(lane: Lane, model: Any, given: Given, sessions: Sequence[Session], tokens: int) -> None:
+    """Let the plan's drafter, or else what constraints force, propose tokens.
 
-    Raises:
-        Refused: it cannot draw.
+    Args:
+        lane: whose rows are drafted for.
+        model: the target.
+        given: what the call came with.
+        sessions: what runs the branches.
+        tokens: most tokens that all rows hold together.
     """
-    if settings.config.do_sample and not strategy.samples:
-        raise Refused(f"strategy {strategy.kind!r} does not sample; leave do_sample out")
-    own, named = type(strategy).model_fields, {*settings.named}
-    if (settings.config.num_beams or 1) > 1:
-        named.add("num_beams")
-    given = {name: getattr(settings.config, name) for name in sorted(named & own.keys() & set(BEAM_OPTIONS))}
-    return type(strategy).model_validate({**dict(strategy), **given}) if given else strategy
+    drafter = lane.plan.drafter
+    if drafter is None:
+        if not lane.plan.rolls_back or not all(isinstance(session, PagedSession) for session in sessions):
+            return
+        drafter = Forcing()
+    host = Host(model, given.tokenizer, given.models, lane.pipeline, tokens, model.device)
+    lane.speculation = lane.chooser.speculation = Speculation(
+        drafter, host, sessions[0].prompt_hidden.pop, lane.chooser.new_row
+    )
 
 
-def _outputs(plan: Plan, settings: Settings) -> int:
-    """Outputs of each prompt."""
-    asked, most = settings.config.num_return_sequences or 1, plan.outputs
-    if asked > most:
-        raise Refused(
-            f"num_return_sequences={asked} was given, but strategy {plan.whole.kind!r} chooses between {most}"
-        )
-    if plan.search is not None and settings.criteria.own:
-        names = ", ".join(type(own).__name__ for own in settings.criteria.own)
-        raise Refused(
-            f"stopping_criteria {names} cannot be honoured by {plan.whole.kind!r}; use stop_strings or max_time"
-        )
-    return asked
-
-
-def _check_tokenizer(settings: Settings, plan: Plan, given: Given) -> None:
-    if given.tokenizer is not None:
-        return
-    how = "give dk_tokenizer=tokenizer or decoder.bind(tokenizer=...)"
-    if settings.stop_strings:
-        raise InputError(f"stop_strings {list(settings.stop_strings)} need a tokenizer; {how}")
-    if plan.sequence is not None and plan.sequence.needs & {Need.TEXT, Need.TOKENIZER}:
-        raise InputError(f"strategy {plan.whole.kind!r} reads texts, which need a tokenizer; {how}")
-
-
-def _task(sequence: SequenceState, plan: Plan) -> Task:
+def task_of(sequence: SequenceState, plan: Plan) -> Task:
+    """The way of a row to its outputs."""
     if plan.search is not None:
         return SearchTask(sequence, plan.search)
     return PlainTask(sequence) if plan.sequence is None else SequenceTask(sequence, plan.sequence)
 
 
-def _take_guidance(plan: Plan, prepared: compat.Prepared, given: Given) -> tuple[Plan, compat.Prepared, Given]:
-    """Let the guidance that ``generate`` was asked for set the strategy, instead of guiding a second time."""
-    guidance, others = compat.guidance(prepared)
-    if guidance is None or "guidance_scale" not in type(plan.strategy).model_fields:
-        return plan, prepared, given
-    guided = plan.strategy.model_copy(update={"guidance_scale": guidance.scale})
-    plan = dataclasses.replace(plan, strategy=guided)
-    prepared = dataclasses.replace(prepared, logits_processor=others)
-    if guidance.negative_prompts is not None:
-        prompts, found = _prompt_count(prepared), len(guidance.negative_prompts)
-        if found not in (1, prompts):
-            raise InputError(f"negative_prompt_ids has {found} rows; expected 1 or one a prompt, {prompts}")
-        negatives = guidance.negative_prompts * (prompts if found == 1 else 1)
-        inputs = given.inputs or [{}] * prompts
-        merged = [{**own, "negative_prompt": ids} for own, ids in zip(inputs, negatives, strict=True)]
-        given = dataclasses.replace(given, inputs=merged)
-    return plan, prepared, given
-
-
-def _prompt_count(prepared: compat.Prepared) -> int:
-    """Prompts of the call; ``generate`` has already repeated each of them."""
-    call = prepared.config
-    return prepared.input_ids.shape[0] // max(call.num_beams or 1, call.num_return_sequences or 1)
-
-
-def _check_inputs(given: Given, plan: Plan, prompts: int) -> None:
-    if not given.inputs:
-        return
-    if len(given.inputs) != prompts or not all(isinstance(inputs, Mapping) for inputs in given.inputs):
-        found = f"{len(given.inputs)} entries ({', '.join(sorted({type(inputs).__name__ for inputs in given.inputs}))})"
-        raise InputError(f"dk_inputs is a list of one dict a prompt: expected {prompts}, got {found}")
-    known = {*INPUTS, *(str(need) for strategy in (plan.strategy, plan.whole) for need in strategy.needs)}
-    for index, inputs in enumerate(given.inputs):
-        for name in inputs:
-            if name not in known:
-                raise InputError(f"dk_inputs[{index}]: unknown input {name!r}: {nearest(str(name), known)}")
-
-
-def _sequences(
-    prepared: compat.Prepared,
-    settings: Settings,
-    given: Given,
-    prompts: int,
-    seed: int,
-    started: float,
-    plan: Plan,
-    context: int | None,
-) -> list[SequenceState]:
-    """The rows of the call; those that cannot be decoded have already failed, so that their neighbours can be."""
-    config = settings.config
-    eos, deadline = frozenset(settings.eos), started + config.max_time if config.max_time is not None else None
-    wanted = given.want_text or bool(settings.stop_strings) or plan.sequence is not None
-    reads = given.tokenizer is not None and wanted
-    sequences = []
-    for request in _requests(prepared, given, prompts, seed):
-        length = len(request.prompt_ids)
-        limits = Limits(settings.room(length), eos, deadline, context)
-        tracker = TextTracker(given.tokenizer, settings.stop_strings) if reads else None
-        sequence = SequenceState(request, request.id, limits, tracker)
-        if length == 0:
-            sequence.fail("the prompt is empty: its attention mask covers no token")
-        elif (why := too_long(length, context)) is not None:
-            sequence.fail(why)
-            _clamp_positions(prepared, request.id, context)
-        elif limits.max_new_tokens < 1:
-            sequence.fail(f"the prompt has {length} tokens, max_length {settings.max_length} leaves no room; raise it")
-        sequences.append(sequence)
-    return sequences
-
-
-def _clamp_positions(prepared: compat.Prepared, row: int, context: int | None) -> None:
-    """Models with learned positions would fail for the whole batch on a position they do not have."""
-    positions = prepared.model_kwargs.get("position_ids")
-    if positions is not None and positions.ndim == 2 and positions.shape[0] == prepared.input_ids.shape[0]:
-        positions[row].clamp_(max=(context or 1) - 1)
-
-
-def _requests(prepared: compat.Prepared, given: Given, prompts: int, seed: int) -> list[Request]:
-    width = prepared.input_ids.shape[1]
-    copies = prepared.input_ids.shape[0] // prompts
-    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
-    encode = encoder(given.tokenizer, raw=given.raw)
-    requests = []
-    for row, (ids, length) in enumerate(zip(prepared.input_ids.tolist(), prepared.lengths, strict=True)):
-        prompt = tuple(ids[width - length :])
-        place = row // copies
-        inputs = given.inputs[place] if given.inputs else {}
-        index = given.prompts[place] if given.prompts else place
-        own_seed = _seed(inputs, seed, index)
-        stream = Stream(own_seed, seen[own_seed, prompt], prompt_digest(prompt))
-        seen[own_seed, prompt] += 1
-        requests.append(Request(row, prompt, stream, index, inputs, encode, given.tokenizer))
-    return requests
-
-
-def _seed(inputs: Mapping[str, Any], default: int, prompt: int) -> int:
-    seed = inputs.get("seed", default)
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise InputError(f"the seed of prompt {prompt} must be a whole number from 0 to 2**64 - 1, got {seed!r}")
-    return seed
-
-
-def _steps(
-    model: Any,
-    prepared: compat.Prepared,
-    recipe: Recipe,
-    settings: Settings,
-    given: Given,
-    sequences: Sequence[SequenceState],
-) -> list[tuple[str, Step]]:
+def steps_of(model: Any, work: Work) -> list[tuple[str, Step]]:
     """The chain: the caller's processors, those of options, rules, warpers, and what must come last."""
-    callers = compat.callers_processors(model, prepared)
+    recipe, settings = work.recipe, work.settings
+    callers = compat.callers_processors(model, work.prepared)
     made = option_steps(
-        model, prepared, settings, sequences, {type(own) for own in callers}, rules=recipe.rules is not None
+        model,
+        work.prepared,
+        settings,
+        work.sequences,
+        {type(own) for own in callers},
+        rules=recipe.rules is not None,
     )
     rules = []
     for rule in merge_rules(recipe.rules or (), settings) if recipe.rules is not None else ():
         with guarded(rule, "resolve"):
-            rules.append(rule.resolve(given.tokenizer))
+            rules.append(rule.resolve(work.given.tokenizer))
     steps: list[tuple[str, Step]] = [(type(own).__name__, CallersStep(own)) for own in callers]
     processors, warpers, last = made
     return [*steps, *processors, *((rule.kind, rule) for rule in rules), *warpers, *last]

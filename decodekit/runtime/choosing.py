@@ -54,16 +54,17 @@ class Chooser:
     Args:
         plan: the strategies.
         pipeline: rules and pick.
-        tasks: [R] the prompts and their rows.
         input_ids: [R, T] the prompts as ``generate`` pads them.
         pad: id that follows in rows that have ended.
+        new_row: gives a number that no row of the sessions has had.
         prompt_hidden: a row to its hidden layers over the prompt, where a search reads them.
         criteria: the caller's own stopping criteria.
         keep_logprobs: note each token's log-probability.
         keep_stages: record the logits after each rule.
-        shows_rows: rows grow together by a token a step, and are kept padded as ``generate`` shows them.
+        confines: what ends a row alone when a rule or constraint raises it while a token is taken.
 
     Attributes:
+        shows_rows: rows grow together by a token a step, and are kept padded as ``generate`` shows them.
         forks: new rows, with the row that each is to fork from before the next forward.
         speculation: chooses behind drafted tokens, if anything is drafted.
     """
@@ -72,35 +73,44 @@ class Chooser:
         self,
         plan: Plan,
         pipeline: Pipeline,
-        tasks: Sequence[Task],
         *,
         input_ids: Tensor,
         pad: int,
+        new_row: Callable[[], int],
         prompt_hidden: Callable[[int], Mapping[int, Tensor]],
         criteria: StoppingCriteriaList | None,
         keep_logprobs: bool,
         keep_stages: bool,
-        shows_rows: bool,
+        confines: type[Exception] = RowError,
     ) -> None:
-        self.input_ids, self.shows_rows = input_ids, shows_rows
+        self.input_ids, self.shows_rows = input_ids, False
         self.forks: dict[int, int] = {}
         self.speculation: Speculation | None = None
-        self._tasks, self._pipeline = tasks, pipeline
+        self.new_row, self._pipeline, self._confines = new_row, pipeline, confines
         self._pad, self._criteria, self._prompt_hidden = pad, criteria, prompt_hidden
         self._keep_logprobs, self._keep_stages = keep_logprobs, keep_stages
         self._keep_raw = plan.sequence is not None
         self._confidence_top_k = plan.sequence.confidence_top_k if plan.sequence is not None else 0
         self._device = input_ids.device
-        self._next_row = len(tasks)
         self._history = History(self._device)
-        for task in tasks:
-            root = task.root
-            try:
-                root.states = pipeline.initial_states(root.request)
-            except (InputError, RowError) as error:
-                root.fail(str(error))
-            if root.finish_reason is None:
-                self._history.add(root.row, root.request.prompt_ids)
+
+    def show_rows(self) -> None:
+        """Rows grow together by a token a step: keep them padded, as ``generate`` shows them."""
+        self.shows_rows = True
+
+    def add(self, task: Task) -> None:
+        """A prompt more; it fails where a rule was not given what it needs."""
+        root = task.root
+        try:
+            root.states = self._pipeline.initial_states(root.request)
+        except (InputError, self._confines) as error:
+            root.fail(str(error))
+        if root.finish_reason is None:
+            self._history.add(root.row, root.request.prompt_ids)
+
+    def again(self, sequence: SequenceState) -> None:
+        """A sequence that was put aside goes on."""
+        self._history.add(sequence.row, sequence.request.prompt_ids, sequence.tokens)
 
     def keep(self, rows: set[int]) -> dict[int, int]:
         """Forget all rows but these; the forks among them that are to be made now: a new row, its parent."""
@@ -108,11 +118,6 @@ class Chooser:
         self._history.keep(rows)
         self.forks = {}
         return forks
-
-    def new_row(self) -> int:
-        """A number that no row of the sessions has had."""
-        self._next_row += 1
-        return self._next_row - 1
 
     def take(self, walks: Sequence[Walk], outputs: Outputs, scores: Tensor) -> StepRecord:
         """Choose the next token of each sequence from the outputs at where it stands."""
@@ -138,14 +143,17 @@ class Chooser:
                 if sequence.finish_reason is not None:
                     continue  # cancelled by what a candidate before it did in this very step
                 if isinstance(task, SequenceTask) and sequence is task.root:
-                    task.begin(select_positions(outputs, position))
+                    try:
+                        task.begin(select_positions(outputs, position))
+                    except self._confines as error:
+                        task.fail(str(error))
                     continue
                 try:
                     if position in picked.failures:
                         raise RowError(picked.failures[position])
                     piece = self._commit(sequence, view.tokens[position], position, view)
                     pieces[position] = piece if task.streams else ""
-                except RowError as error:
+                except self._confines as error:
                     sequence.fail(str(error))
                 else:
                     taken[sequence.row], committed[position] = view.tokens[position], True
@@ -219,7 +227,7 @@ class Chooser:
         )
         try:
             advance = task.step(group)
-        except RowError as error:
+        except self._confines as error:
             task.fail(str(error))
             return {}
 
@@ -270,14 +278,14 @@ class Chooser:
         """Show the chosen tokens to those who see the rows padded: the caller's processors and criteria."""
         rows = [walk.sequence.row for walk in walks]
         if self.shows_rows:
-            following = torch.full((len(self._tasks), 1), self._pad, dtype=torch.long, device=self._device)
+            following = torch.full((len(self.input_ids), 1), self._pad, dtype=torch.long, device=self._device)
             following[rows, 0] = picked.tokens
             self.input_ids = torch.cat([self.input_ids, following], dim=-1)
         going = [walk for walk in walks if walk.sequence.tokens and walk.sequence.finish_reason is None]
         if not self._criteria or not going:
             return
         if self.shows_rows:
-            whole = spread(picked.final, rows, len(self._tasks), self._pad)
+            whole = spread(picked.final, rows, len(self.input_ids), self._pad)
             over = self._criteria(self.input_ids, (whole,))[[walk.sequence.row for walk in going]]
         else:
             final = picked.final[[walks.index(walk) for walk in going]]

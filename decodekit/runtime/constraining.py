@@ -24,6 +24,9 @@ from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.runtime.guard import guarded
 
+_KEPT = 64
+"""Compiled constraints that are kept for later prompts."""
+
 _NEAR = 64
 """Tokens to the limit below which an end is looked for at every token."""
 
@@ -77,7 +80,7 @@ class Constraints:
             resolved = constraint.resolve(self._tokenizer)
             vet(resolved)
             compiled = resolved.compile(vocabulary)
-        self._compiled.append((constraint, compiled))
+        self._compiled = [*self._compiled[-_KEPT:], (constraint, compiled)]
         return compiled
 
 
@@ -245,14 +248,14 @@ class RowConstraint:
         """Whether the limit is so far that any way to go on leaves time to end; where an engine counts exactly, it says so.
 
         Far is four times the tokens that an end takes now, and 64 more; the next look is when an eighth of what lies between
-        is used up.
+        is used up, or of what is left where no end was found.
         """
         if self._compiled.counts_exactly or self._left <= _NEAR:
             return False
         if self._left > self._look:
             return True
         needed = self._state.min_tokens_to_accept(self._left)
-        spare = -1 if needed is None else self._left - 4 * needed - _NEAR
+        spare = self._left if needed is None else self._left - 4 * needed - _NEAR
         self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
         return spare >= 0
 

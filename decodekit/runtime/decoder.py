@@ -18,12 +18,13 @@ from decodekit.core import compat
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.types import Output
 from decodekit.recipe import Recipe
-from decodekit.runtime.call import Call, Given, assemble
+from decodekit.runtime.call import Call, assemble
 from decodekit.runtime.choosing import StepRecord, spread
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result
 from decodekit.runtime.text import Prompt, split_inputs
 from decodekit.runtime.text_call import TextCall
+from decodekit.runtime.work import Given
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.drafts import DraftRow
 from decodekit.core.errors import InputError
 from decodekit.core.types import BranchOutputs, Rows
+from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline
-from decodekit.runtime.session import PagedSession
 
 BLOCK_SIZE = 16
 
@@ -33,7 +33,7 @@ class CachedRunner:
         cache = PagedCache(
             model.config, num_blocks=blocks, block_size=BLOCK_SIZE, device=model.device, prefix_cache=False
         )
-        self._session = PagedSession(model, cache, {"main": []}, layers=tuple(layers), rollbacks=True)
+        self._session = PagedSession(model, cache, layers=tuple(layers), rollbacks=True)
         self._rows: set[int] = set()
 
     @torch.no_grad()

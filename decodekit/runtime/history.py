@@ -28,12 +28,13 @@ class History:
         # Lengths on the host too, so that no step has to ask the device how wide the histories are.
         self._widths: dict[int, int] = {}
 
-    def add(self, row: int, prompt: Sequence[int]) -> None:
-        """Begin a row with its prompt."""
-        slot = self._take(row, len(prompt) + 64)
-        self._tokens[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device=self._device)
-        self._lengths[slot] = self._prompt_lengths[slot] = len(prompt)
-        self._widths[row] = len(prompt)
+    def add(self, row: int, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        """Begin a row with its prompt and what it has already been given."""
+        ids = [*prompt, *output]
+        slot = self._take(row, len(ids) + 64)
+        self._tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.long, device=self._device)
+        self._lengths[slot], self._prompt_lengths[slot] = len(ids), len(prompt)
+        self._widths[row] = len(ids)
 
     def fork(self, parents: Mapping[int, int]) -> None:
         """Begin rows as copies of others: a new row, its parent."""

@@ -51,6 +51,11 @@ class Plan:
         return self.constrained or self.needs_blocks is not None
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether hidden states over the whole prompt are read, so that none of it may come from a prefix cache."""
+        return any(own.reads_prompt for own in (self.search, self.drafter) if own is not None)
+
+    @property
     def rolls_back(self) -> bool:
         """Whether tokens are forwarded that may have to be taken back."""
         return self.drafter is not None or (self.constrained and self.search is None)

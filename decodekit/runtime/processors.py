@@ -48,22 +48,23 @@ class OptionStep:
     """The logits processor that transformers makes of an option, as a step of the chain: one a row, which never sees pads.
 
     Args:
-        processors: [R] one a row, or the same for all rows where these are of one length.
+        processors: a request, its own; the same for all where these are of one length.
 
     Attributes:
+        processors: the same; requests may come and go.
         stateless: what they do depends on ids and logits alone, so that any position can be shown at any time.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
-        self._processors = processors
-        self.stateless = not isinstance(processors[0], SynthIDTextWatermarkLogitsProcessor)
+    def __init__(self, processors: dict[int, LogitsProcessor]) -> None:
+        self.processors = processors
+        self.stateless = not isinstance(next(iter(processors.values())), SynthIDTextWatermarkLogitsProcessor)
 
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
-        lengths = rows.lengths.tolist()
-        if len(set(lengths)) == 1 and all(own is self._processors[0] for own in self._processors):
-            return self._processors[0](rows.tokens[:, : lengths[0]], logits.clone())
-        return row_by_row([self._processors[row] for row in rows.requests], rows, logits)
+        lengths, own = rows.lengths.tolist(), [self.processors[request] for request in rows.requests]
+        if len(set(lengths)) == 1 and all(processor is own[0] for processor in own):
+            return own[0](rows.tokens[:, : lengths[0]], logits.clone())
+        return row_by_row(own, rows, logits)
 
 
 def row_by_row(processors: Sequence[LogitsProcessor], rows: Rows, logits: Tensor) -> Tensor:
@@ -97,6 +98,7 @@ def option_steps(
 
     def steps(part: int) -> list[tuple[str, Step]]:
         columns = zip(*(own[part] for own in (built * len(sequences) if shared else built)), strict=True)
-        return [(type(column[0]).__name__, OptionStep(column)) for column in columns]
+        ids = [sequence.request.id for sequence in sequences]
+        return [(type(column[0]).__name__, OptionStep(dict(zip(ids, column, strict=True)))) for column in columns]
 
     return steps(0), steps(1), steps(2)

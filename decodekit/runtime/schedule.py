@@ -172,6 +172,11 @@ class Schedule:
         self._without = 0 if not longest else self._without + 1
         self._with = 0 if longest else self._with + 1
 
+    def forget(self, row: int) -> None:
+        """A row is over."""
+        self._lengths.pop(row, None)
+        self._luck.pop(row, None)
+
     def _time(self, batch: int, shape: Shape, seconds: float) -> None:
         """Learn what a pass without drafts takes in this call, and what others take beside it in any."""
         expected, known = self._measured.cost(batch, shape), self._measured.count(batch, shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -27,7 +27,6 @@ from decodekit.runtime.drafting import Host
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.schedule import Schedule
 from decodekit.runtime.sequence import SequenceState
-from decodekit.runtime.session import Session
 from decodekit.runtime.tasks import Task
 
 
@@ -96,6 +95,7 @@ class Fan:
         index: where the outputs at each sequence, then after each of its nodes, lie among those of all rows.
         bases: [P] where each sequence's own begin in ``index``.
         paths: [P] each sequence's rows, with the nodes that each is fed.
+        forks: rows to begin as forks of others before it is fed: a new row, its parent.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -103,11 +103,36 @@ class Fan:
     index: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
     paths: list[list[tuple[int, list[int]]]] = field(default_factory=list)
+    forks: dict[int, int] = field(default_factory=dict)
 
     @property
     def last(self) -> list[int]:
         """[F] how many of each row's positions to keep: all that it is fed."""
         return [len(tokens) for tokens in self.tokens]
+
+
+@dataclass
+class Settled:
+    """What has to be taken back after a forward with drafts.
+
+    Attributes:
+        drop: a row, how many of its last tokens were not accepted.
+        moved: a row, the fork of it that went the accepted way.
+        gone: forks that are over.
+        forks: a fork, the row that it was of.
+    """
+
+    drop: dict[int, int] = field(default_factory=dict)
+    moved: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    forks: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: Settled) -> None:
+        """Take back what another says, too."""
+        self.drop |= other.drop
+        self.moved |= other.moved
+        self.gone |= other.gone
+        self.forks |= other.forks
 
 
 class Speculation:
@@ -116,12 +141,18 @@ class Speculation:
     Args:
         drafter: proposes.
         host: what it is given.
-        sessions: of the target's branches.
+        prompt_hidden: a row to its hidden layers over the prompt, where the drafter reads them.
         new_row: gives a number for a fork.
     """
 
-    def __init__(self, drafter: Drafter, host: Host, sessions: Sequence[Session], new_row: Callable[[], int]) -> None:
-        self._drafter, self._sessions, self._new_row = drafter, sessions, new_row
+    def __init__(
+        self,
+        drafter: Drafter,
+        host: Host,
+        prompt_hidden: Callable[[int], Mapping[int, Tensor]],
+        new_row: Callable[[], int],
+    ) -> None:
+        self._drafter, self._prompt_hidden, self._new_row = drafter, prompt_hidden, new_row
         self._host, self._vocab = host, host.vocab
         with guarded(drafter, "start"):
             self._state = drafter.start(host)
@@ -137,13 +168,19 @@ class Speculation:
     def prefilled(self, sequences: Sequence[SequenceState]) -> None:
         """Tell the drafter what the prompts gave, if it reads that."""
         if self._drafter.reads_prompt:
-            hidden = [self._sessions[0].prompt_hidden.pop(sequence.row) for sequence in sequences]
+            hidden = [self._prompt_hidden(sequence.row) for sequence in sequences]
             rows = [describe(sequence) for sequence in sequences]
             self._tell("prefilled", lambda: self._state.prefilled(rows, hidden))
 
-    def propose(self, sequences: Sequence[SequenceState]) -> list[Draft]:
-        """[P] drafts; a drafter that fails is left out from then on."""
-        room = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
+    def propose(self, sequences: Sequence[SequenceState], room: Sequence[int] | None = None) -> list[Draft]:
+        """[P] drafts; a drafter that fails is left out from then on.
+
+        Args:
+            sequences: those to draft for.
+            room: [P] most tokens of each draft; as many as a sequence may still get when left out.
+        """
+        left = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
+        room = left if room is None else [min(own) for own in zip(left, room, strict=True)]
         rows = [sequence.row for sequence in sequences]
         budgets = self._schedule.budgets(rows, room)
         started = time.perf_counter()
@@ -163,14 +200,14 @@ class Speculation:
         return self._schedule.cut(rows, drafts) if any(map(len, drafts)) else drafts
 
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
-        """What to feed; a row whose draft is a tree is forked for every leaf."""
-        fan, forks, position = Fan(), dict[int, int](), 0
+        """What to feed; a row whose draft is a tree is to be forked for every leaf."""
+        fan, position = Fan(), 0
         for sequence, draft in zip(sequences, drafts, strict=True):
             places, paths = {-1: position}, list[tuple[int, list[int]]]()
             for leaf in draft.leaves() or [-1]:
                 row = self._new_row() if paths else sequence.row
                 if paths:
-                    forks[row] = sequence.row
+                    fan.forks[row] = sequence.row
                 path = draft.path(leaf)
                 fan.rows.append(row)
                 fan.tokens.append([sequence.tokens[-1], *(draft.tokens[node] for node in path)])
@@ -181,13 +218,10 @@ class Speculation:
             fan.paths.append(paths)
             fan.bases.append(len(fan.index))
             fan.index += [places[node] for node in range(-1, len(draft))]
-        if forks:
-            for session in self._sessions:
-                session.rearrange(forks, ())
         return fan
 
-    def settle(self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float) -> None:
-        """Take back what was not accepted, and tell the drafter.
+    def settle(self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float) -> Settled:
+        """Count and tell the drafter what was accepted; what is to be taken back.
 
         Args:
             walks: [P] how far each sequence came.
@@ -195,21 +229,15 @@ class Speculation:
             outputs: of the main branch, in the order of ``fan.index``.
             seconds: that the forward took.
         """
-        drop, moved, gone = dict[int, int](), dict[int, int](), set[int]()
+        settled = Settled(forks=fan.forks)
         for walk, paths in zip(walks, fan.paths, strict=True):
             # The row that went the accepted way; any of them where nothing was accepted.
             kept, path = next(own for own in paths if own[1][: len(walk.accepted)] == walk.accepted)
-            drop[kept] = len(path) - len(walk.accepted)
+            settled.drop[kept] = len(path) - len(walk.accepted)
             if kept != walk.sequence.row:
-                moved[walk.sequence.row] = kept
+                settled.moved[walk.sequence.row] = kept
             if len(paths) > 1:
-                gone |= {row for row, _ in paths} - ({kept} if kept == walk.sequence.row else set())
-        for session in self._sessions:
-            session.rollback(drop)
-            session.rearrange(moved, gone)
-            for walk, paths in zip(walks, fan.paths, strict=True):
-                forks = [row for row, _ in paths if row != walk.sequence.row]
-                session.forwarded[walk.sequence.row] += sum(session.forwarded.pop(row, 0) for row in forks)
+                settled.gone |= {row for row, _ in paths} - ({kept} if kept == walk.sequence.row else set())
         self.seconds["verify_s"] += seconds
         self._timed.setdefault(max(map(len, fan.tokens)), []).append(seconds)
         self._count(walks)
@@ -218,6 +246,7 @@ class Speculation:
         self._schedule.observe(drafts, hits, seconds, self._proposing)
         if self._observes:
             self._tell("observe", lambda: self._state.observe(_verified(walks, fan, outputs)))
+        return settled
 
     def choose(self, walk: Walk, logits: Tensor, picked: int, *, sample: bool) -> int:
         """The token after the node that a sequence stands at; notes which of the node's children it is.
@@ -250,6 +279,12 @@ class Speculation:
         """Rows of the target have forked, or are over."""
         self._tell("fork", lambda: self._state.fork(forks))
         self._tell("release", lambda: self._state.release(sorted(gone)))
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """These rows are over for good, and so is what was counted for them."""
+        for row in rows:
+            self.counts.pop(row, None)
+            self._schedule.forget(row)
 
     def close(self) -> None:
         """The call is over."""

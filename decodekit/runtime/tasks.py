@@ -88,6 +88,11 @@ class Task(ABC):
         for sequence in self.live:
             sequence.finish("cancelled")
 
+    def fail(self, why: str) -> None:
+        """The prompt cannot be decoded."""
+        self.finish()
+        self.root.fail(why)
+
     def _failed(self, count: int, done: Sequence[Result]) -> list[Result]:
         """``done``, filled up with failures."""
         if len(done) < count and self.root.error is None:
@@ -157,8 +162,8 @@ class SearchTask(Task):
         """Note a hypothesis that is over."""
         self._ended.append((score, sequence))
 
+    @override
     def fail(self, why: str) -> None:
-        """The prompt cannot be decoded."""
         self.root.fail(why)
         self.hypotheses, self._ended = [], []
 

@@ -89,6 +89,11 @@ class TextTracker:
         return self._append(grown[len(known) :])
 
     @property
+    def certain(self) -> str:
+        """The text that can no longer change."""
+        return self.text[: self._given]
+
+    @property
     def stops(self) -> bool:
         """Whether any text or token could stop it."""
         return bool(self._stops or self._stop_ids)

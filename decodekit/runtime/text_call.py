@@ -19,13 +19,14 @@ from decodekit.core.types import Output
 from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
 from decodekit.runtime.branches import left_pad, too_long
 from decodekit.runtime.caches import context_length
-from decodekit.runtime.call import Call, Given, assemble
+from decodekit.runtime.call import Call, assemble
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result, Task
 from decodekit.runtime.text import Prompt, encode, split_inputs
 from decodekit.runtime.tracing import trace_ends, trace_start, trace_step
+from decodekit.runtime.work import Given
 
 
 class TextCall:
@@ -65,7 +66,7 @@ class TextCall:
         self.given_out = 0
         self._call: Call | None = None
         try:
-            self._recipe = _with_options(recipe, named) if named else recipe
+            self._recipe = with_options(recipe, named) if named else recipe
             self._model, self._tokenizer, self._options = model, tokenizer, options
             compat.check_model(model)
             self._read(prompts, raw=raw)
@@ -101,13 +102,7 @@ class TextCall:
             self._inputs.append({"text": text, **inputs} if isinstance(text, str) else inputs)
 
     def _prepare(self, prompts: Sequence[Sequence[int]]) -> compat.Prepared:
-        pad = self._tokenizer.pad_token_id
-        ids, mask = left_pad(prompts, pad if pad is not None else 0, self._model.device)
-        length = self._recipe.generation.max_new_tokens
-        options: dict[str, Any] = {} if length is None else {"max_new_tokens": length}
-        # generate would ask for the tokenizer, which it has no place for here: stop strings are decodekit's own.
-        options["stop_strings"] = None
-        return compat.prepare(self._model, ids, mask, pad_token_id=pad, **options, **self._options)
+        return prepare(self._model, self._tokenizer, prompts, self._recipe, self._options)
 
     def run(self) -> Iterator[StepRecord]:
         """Decode, a record a step."""
@@ -191,7 +186,7 @@ class TextCall:
             # Copies of a prompt are no samples here: rules that draw draw the same for each.
             sequence.request = dataclasses.replace(sequence.request, stream=sequences[0].request.stream)
             self._check_length(len(sequence.request.prompt_ids), len(ids), sequence.limits.context)
-        return call.loop.scorer.given(tokens, sequences, call.loop.pipeline)
+        return call.lane.scorer.given(tokens, sequences, call.lane.pipeline)
 
     def _check_length(self, prompt: int, continuation: int, context: int | None) -> None:
         cache, whole = self._recipe.cache, prompt + continuation
@@ -207,7 +202,20 @@ class TextCall:
             )
 
 
-def _with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
+def prepare(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], recipe: Recipe, options: Mapping[str, Any]
+) -> compat.Prepared:
+    """What ``generate`` would be given for these prompts of ids, [R] of any lengths."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    ids, mask = left_pad(prompts, pad if pad is not None else 0, model.device)
+    length = recipe.generation.max_new_tokens
+    given: dict[str, Any] = {} if length is None else {"max_new_tokens": length}
+    # generate would ask for the tokenizer, which it has no place for here: stop strings are decodekit's own.
+    given["stop_strings"] = None
+    return compat.prepare(model, ids, mask, pad_token_id=pad, **given, **options)
+
+
+def with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:
     """The recipe with these generation options instead of its own."""
     wanted = {**recipe.generation.model_dump(exclude_none=True), **named}
     # Validated beside the strategy, which some options must fit; the rules give way to options that are named.
@@ -237,10 +245,10 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
     }
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)
-    if loop.speculation is not None:
-        stats |= loop.speculation.stats(sorted(task.rows))
-    if loop.auditor is not None:
-        stats["audit"] = loop.auditor.certificate(task.root.request.id)
+    if call.lane.speculation is not None:
+        stats |= call.lane.speculation.stats(sorted(task.rows))
+    if call.lane.auditor is not None:
+        stats["audit"] = call.lane.auditor.certificate(task.root.request.id)
     if not times or loop.prefilled is None:
         return stats
     gaps = np.diff(np.asarray(times))

@@ -66,3 +66,20 @@ def test_bad_input_is_one_line(cli, config, arguments, message):
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_workload_is_replayed(cli, tiny_folder, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(json.dumps({"prompt_tokens": 20 + n, "output_tokens": 5 + n * 7 % 19}) + "\n" for n in range(20))
+    )
+    asked = ("plan", "-m", tiny_folder, "--context", 64, "--batch", 4, "--workload", trace)
+    document = cli(*asked, "--budget", "1MiB", "--json").json
+    assert [way["way"].split(",")[0] for way in document["ways"]] == ["static batches", "continuous", "continuous"]
+    assert document["ways"][1]["steps"] < document["ways"][0]["steps"]
+    assert document["floor"]
+    assert document["split"]["kv_blocks"] > 0
+    assert "a floor" in cli(*asked).out
+    short = cli(*asked, "--budget", "1KiB")
+    assert short.code == 2
+    assert "the longest request of the workload has" in short.err

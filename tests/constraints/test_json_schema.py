@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from decodekit.constraints.json_schema import MAX_CHARACTERS, JsonSchema
+from decodekit.constraints.json_schema import JsonSchema
 from decodekit.core.errors import InputError, UnsupportedConstraint
+from decodekit.schemas.grammar import MAX_CHARACTERS
 from tests.llg.walks import accepts, byte_vocabulary, random_text
 
 VOCABULARY = byte_vocabulary()

@@ -51,9 +51,9 @@ def accepts(compiled, vocabulary, text):
     return state.is_accepting()
 
 
-def random_text(compiled, vocabulary, rng, length):
-    """Uniform over the legal tokens, then by the shortest way to an end."""
-    state, tokens = compiled.start(), []
+def random_text(compiled, vocabulary, rng, length, state=None):
+    """Uniform over the legal tokens, then by the shortest way to an end; from a state on, if one is given."""
+    state, tokens = state or compiled.start(), []
     while True:
         if len(tokens) < length:
             legal = mask_tokens(masked(state, vocabulary))

@@ -8,7 +8,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.compat import CACHE_KEY
 from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.runtime import caches
-from decodekit.runtime.session import PagedSession
+from decodekit.runtime.paged_session import PagedSession
 from decodekit.testing import tiny_model
 from tests.runtime.conftest import PROMPTS
 

@@ -1,0 +1,102 @@
+"""Requests a second of the engine, beside padded generate batches (and generate_batch on a GPU): same model, same prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decodekit.bench.prompts import DEFAULT, read_rows
+from decodekit.runtime.engine import Engine
+
+NEW_TOKENS = 128
+BATCH = 8
+SLOTS = 64
+TOKENS_PER_STEP = 2048
+
+
+def reads(path: Path | None, limit: int | None) -> list[str]:
+    """The ``prompt`` or ``question`` of 64 lines, or the built-in prompts over and over."""
+    count = limit or 64
+    if path is None:
+        return [DEFAULT[place % len(DEFAULT)] for place in range(count)]
+    return [str(row.get("prompt", row.get("question", ""))) for row in read_rows(path, count)]
+
+
+def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row a way: seconds, tokens, tokens a second, and how many times as fast as the first as that makes it."""
+    texts = [_chat(tokenizer, prompt) for prompt in prompts]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    ways: list[tuple[str, Callable[[], list[list[int]]]]] = [
+        (f"generate, padded batches of {BATCH}", lambda: _padded(model, tokenizer, ids)),
+        (f"engine, {SLOTS} slots", lambda: _engine(model, tokenizer, ids)),
+    ]
+    if model.device.type == "cuda":
+        ways.insert(1, ("generate_batch", lambda: _generate_batch(model, ids)))
+    rows: list[dict[str, Any]] = []
+    for name, way in ways:
+        status(name)
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        outputs = way()
+        seconds = time.perf_counter() - started
+        tokens = sum(map(len, outputs))
+        row = {
+            "way": name,
+            "requests": len(ids),
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+        }
+        row["times_the_first"] = row["tokens_per_s"] / (rows[0]["tokens_per_s"] if rows else row["tokens_per_s"])
+        if model.device.type == "cuda":
+            row["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        first = rows[0]["outputs"] if rows else outputs
+        row["same_outputs"] = sum(a == b for a, b in zip(first, outputs, strict=True))
+        rows.append({**row, "outputs": outputs})
+    return [{name: value for name, value in row.items() if name != "outputs"} for row in rows]
+
+
+def _chat(tokenizer: Any, prompt: str) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        return prompt
+    messages = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """In the order of the prompts, as a plain loop does it; outputs end at their EOS."""
+    pad, outputs = tokenizer.pad_token_id or 0, []
+    eos = model.generation_config.eos_token_id
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
+        width = max(map(len, batch))
+        ids = torch.tensor([[pad] * (width - len(own)) + list(own) for own in batch], device=model.device)
+        mask = torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in batch], device=model.device)
+        new = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad)
+        for row in new[:, width:].tolist():
+            over = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+            outputs.append(row[:over])
+    return outputs
+
+
+def _engine(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    with Engine(model, tokenizer, {}, slots=SLOTS, tokens_per_step=TOKENS_PER_STEP) as engine:
+        requests = [engine.submit(ids, max_new_tokens=NEW_TOKENS) for ids in prompts]
+        return [request.result().token_ids for request in requests]
+
+
+def _generate_batch(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=model.generation_config.eos_token_id
+    )
+    outputs = model.generate_batch(inputs=[list(ids) for ids in prompts], generation_config=config)
+    return [list(output.generated_tokens) for output in outputs.values()]

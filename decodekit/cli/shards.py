@@ -1,0 +1,49 @@
+"""``decodekit map`` in several processes that ``accelerate launch`` started, one a device."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from decodekit.cli.map import Options, check_target, merge, run_lines
+from decodekit.recipe import Recipe
+from decodekit.runtime.jsonl import Appender
+
+
+def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, world: int, rank: int) -> int:
+    """Decode every ``world``-th row into a file of its own; the first process puts them together at the end.
+
+    What an interrupted run left in such files, of however many processes, goes into the output first.
+    """
+    state = PartialState()
+    error: Exception | None = None
+    if state.is_main_process:
+        try:
+            left = _shards(target)
+            check_target(target, options.resume or not left)
+            if left:
+                merge(target, left)
+        except Exception as problem:
+            error = problem
+    [failure, *_] = gather_object([error])
+    if failure is not None:
+        if state.is_main_process:
+            raise failure
+        return 2
+    done = set(check_target(target, True))
+    own = target.with_name(f"{target.name}.{rank}-of-{world}")
+    with closing(Appender(own)) as output:
+        code = run_lines(recipe, str(source), output, options, done=done, shard=(rank, world))
+    codes: list[int] = gather_object([code])
+    if state.is_main_process:
+        merge(target, _shards(target))
+    state.wait_for_everyone()
+    state.destroy_process_group()
+    return max(codes)
+
+
+def _shards(target: Path) -> list[Path]:
+    return sorted(target.parent.glob(f"{target.name}.*-of-*"))

@@ -1,0 +1,358 @@
+"""All requests that are decoded now: their lanes and sessions, and the steps of the loop that they share."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from typing_extensions import override
+
+from decodekit.core import compat
+from decodekit.core.errors import InputError, Refused
+from decodekit.recipe import PagedSpec
+from decodekit.runtime.branches import branches_of, other_model
+from decodekit.runtime.caches import shared_blocks, shared_cache
+from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.intake import Intake, renumbered
+from decodekit.runtime.jobs import Job, Prompts
+from decodekit.runtime.lane import Lane, Turn
+from decodekit.runtime.lanes import Lanes
+from decodekit.runtime.loop import Loop
+from decodekit.runtime.paged_session import PagedSession
+from decodekit.runtime.scheduler import AHEAD, Rules, Scheduler
+from decodekit.runtime.sequence import SequenceState
+from decodekit.runtime.work import Work
+
+_LOG = logging.getLogger(__name__)
+
+
+class _SharedLoop(Loop):
+    """The loop, where what fails for all requests of a lane is tried for each alone."""
+
+    @override
+    def choose(self, turn: Turn) -> list[StepRecord]:
+        try:
+            return turn.choose()
+        except Exception:
+            return turn.choose_alone()
+
+
+class Batch:
+    """The requests of an engine.
+
+    Args:
+        intake: reads what is submitted.
+        rules: what the scheduler goes by.
+        budget: most bytes of K/V and states.
+        prefix_cache: let prompts reuse the blocks of earlier ones.
+        offload: put requests aside on the host instead of computing them again.
+
+    Attributes:
+        sessions: what runs the branches, one a model.
+        scheduler: who is decoded.
+        ended: requests that are over, the last at the end; whoever takes them removes them.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        rules: Rules,
+        *,
+        budget: int | str | None,
+        prefix_cache: bool,
+        offload: bool,
+    ) -> None:
+        spec = intake.recipe.cache
+        if not isinstance(spec, PagedSpec):
+            raise Refused("an engine keeps K/V in blocks; leave cache out of its recipe, or say cache: paged")
+        self._intake, self._spec, self._offload = intake, spec, offload
+        self._prefix_cache, self._rules = prefix_cache, rules
+        models = [own[0] if isinstance(own, tuple) else own for own in (intake.model, *intake.models.values())]
+        self._blocks = shared_blocks(models, spec, budget if budget is not None else spec.budget, rules.slots)
+        self._models = ["main"]
+        self.sessions = [self._session(intake.model)]
+        self.loop = _SharedLoop(self.sessions, [])
+        self.scheduler = Scheduler(rules, self.sessions)
+        self._rows = itertools.count()
+        self._lanes = Lanes(intake, self.sessions, self._rows.__next__, self._blocks * spec.block_size)
+        self._counts = {"steps": 0, "tokens": 0, "preemptions": 0, "step_s": 0.0}
+        self._spare = 0
+        self.ended: deque[Job] = deque()
+        # Those with a time limit.
+        self._timed: list[Job] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens chosen so far."""
+        return int(self._counts["tokens"])
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not over."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def lacks(self, work: Work) -> list[str]:
+        """Models that branches of this request run on and that have no session yet."""
+        return [name for name in work.plan.strategy.models() if name not in self._models]
+
+    def add_models(self, names: Sequence[str], work: Work) -> None:
+        """Let these models run branches, too.
+
+        Raises:
+            InputError: there is no such model.
+            Refused: it has another vocabulary.
+        """
+        for name in names:
+            if name not in self._models:
+                session = self._session(self._model_of(name, work))
+                self._models.append(name)
+                self.sessions.append(session)
+                self.loop.sessions.append(session)
+
+    def rows(self, work: Work) -> tuple[list[SequenceState], list[Prompts]]:
+        """The rows of a request, under numbers of their own, and the prompts of their branches by session.
+
+        Raises:
+            InputError: it cannot have its branches.
+        """
+        templates, prompts = list[SequenceState](), list[Prompts]()
+        for sequence in work.sequences:
+            template = renumbered(sequence, next(self._rows))
+            own = branches_of(
+                work.plan.strategy, template, lambda branch: compat.context_length(self._model_of(branch.model, work))
+            )
+            if template.error is not None:
+                raise InputError(template.error)
+            by_session: dict[int, dict[str, tuple[int, ...]]] = {}
+            for name, branch in own.items():
+                by_session.setdefault(self._models.index(branch.model), {})[name] = branch.prompt_ids
+            templates.append(template)
+            prompts.append(by_session)
+        work.sequences = templates
+        return templates, prompts
+
+    def add(self, job: Job) -> None:
+        """Queue a request."""
+        self._enter(job)
+        self.scheduler.queue(job)
+        if job.deadline < math.inf:
+            self._timed.append(job)
+
+    def cancel(self, job: Job) -> None:
+        """End a request where it stands; its blocks are free at once."""
+        for task in job.tasks:
+            task.finish()
+        self._end(job)
+        self.loop.rearrange()
+
+    def step(self) -> None:
+        """Take in who fits, put aside whom there are no blocks for, and decode a step."""
+        started = time.perf_counter()
+        self.scheduler.clock += 1
+        try:
+            self._expire(started)
+            crowded = self._make_room()
+            if not crowded:
+                self._admit()
+                self._make_room()
+            if self.scheduler.running:
+                records = self._forward()
+                self._counts["steps"] += 1
+                self._counts["tokens"] += sum(sum(record.taken) for record in records)
+            self._collect()
+        except Exception as error:
+            _LOG.exception("a step of the engine failed")
+            self._recover(f"a step failed: {type(error).__name__}: {error}")
+        except BaseException:
+            self._recover(None)
+            raise
+        self._counts["step_s"] += time.perf_counter() - started
+
+    def stats(self) -> dict[str, Any]:
+        """Counts so far, who waits and runs, and the figures of each model's cache."""
+        caches = {name: session.cache.stats() for name, session in zip(self._models, self.sessions, strict=True)}
+        queue = {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
+        return {**self._counts, **queue, "num_blocks": self._blocks, "caches": caches}
+
+    def close(self) -> None:
+        """Give back what the lanes and sessions hold."""
+        for session in self.sessions:
+            session.clear()
+        self._lanes.clear()
+        self.loop.lanes, self.loop.known, self.loop.held = [], set(), set()
+
+    def _forward(self) -> list[StepRecord]:
+        layers = tuple(dict.fromkeys(layer for lane in self.loop.lanes if lane.tasks for layer in lane.layers))
+        if layers != self.sessions[0].layers:
+            self.sessions[0].keep_layers(layers)
+        for session in self.sessions:
+            session.record(self.loop.speculates)
+        with ExitStack() as stack:
+            for session in self.sessions:
+                stack.enter_context(session.optimized())
+            return self.loop.step(self._budget(), self._room)
+
+    def _budget(self) -> int:
+        """Tokens of prompts in this step: what the decoding rows leave, and a block at least, so that nobody waits for ever."""
+        decoding = sum(sequence.row in self.loop.held for job in self.scheduler.running for sequence in job.live)
+        return max(self._rules.tokens - decoding, self._spec.block_size)
+
+    def _room(self, lane: Lane, sequence: SequenceState) -> int:
+        """Tokens that may be drafted for a sequence: none where blocks are short."""
+        most = lane.plan.drafted
+        tokens = most or AHEAD
+        cost = (-(-tokens // self._spec.block_size) + 1 + 2 * most) * len(self.sessions[0].branches(sequence.row))
+        if cost > self._spare:
+            return 0
+        self._spare -= cost
+        return tokens
+
+    def _expire(self, now: float) -> None:
+        for job in self._timed:
+            if now >= job.deadline and job.outputs is None:
+                for task in job.tasks:
+                    for sequence in task.live:
+                        sequence.finish("time")
+                    task.finish()
+                self._end(job)
+        self._timed = [job for job in self._timed if job.outputs is None]
+
+    def _make_room(self) -> bool:
+        """Put requests aside until those that run have blocks for a step; whether any was."""
+        crowded = False
+        while True:
+            self.loop.rearrange()
+            stepping = [own.row for job in self.scheduler.running for own in job.live if own.row in self.loop.held]
+            feeding = sorted(
+                own.row for job in self.scheduler.running for own in job.live if own.row not in self.loop.held
+            )
+            budget = self._budget()
+            missing = max(session.missing(stepping, feeding, budget) for session in self.sessions)
+            self._spare = -missing
+            if missing <= 0 or (victim := self.scheduler.victim()) is None:
+                return crowded
+            self._put_aside(victim)
+            crowded = True
+
+    def _admit(self) -> None:
+        for job in self.scheduler.next():
+            if self.scheduler.fits(job):
+                self._take_in(job)
+                continue
+            for other in self.scheduler.displaced(job):
+                self._put_aside(other)
+            self.loop.rearrange()
+            if self.scheduler.fits(job):
+                self._take_in(job)
+            elif self.scheduler.holds_back(job):
+                break
+
+    def _take_in(self, job: Job) -> None:
+        assert job.lane is not None
+        self.scheduler.leave(job)
+        self.scheduler.running.append(job)
+        job.admitted = job.admitted or time.perf_counter()
+        job.lane.tasks += job.tasks
+        for task in job.tasks:
+            if task.root.tokens:
+                job.lane.chooser.again(task.root)
+            else:
+                job.lane.chooser.add(task)
+        if job.aside:
+            for row, asides in job.aside.items():
+                for session, aside in zip(self.sessions, asides, strict=True):
+                    session.resume(row, aside)
+                self.loop.known.add(row)
+                self.loop.held.add(row)
+            job.aside = {}
+            return
+        histories = job.histories()
+        for number, session in enumerate(self.sessions):
+            for row, prompts in histories:
+                if number in prompts:
+                    session.expect(row, prompts[number], keep_prompt=number == 0 and job.work.plan.reads_prompt)
+            session.open([row for row, _ in histories])
+        self.loop.known.update(row for row, _ in histories)
+
+    def _put_aside(self, job: Job) -> None:
+        assert job.lane is not None
+        job.blocks = max(job.blocks, self._held(job))
+        job.preempted += 1
+        self._counts["preemptions"] += 1
+        self.scheduler.leave(job)
+        self.scheduler.queue(job)
+        job.lane.tasks = [task for task in job.lane.tasks if task not in job.tasks]
+        if self._offload and all(own.row in self.loop.held and own.tokens for own in job.live):
+            for row in job.held:
+                job.aside[row] = [session.suspend(row) for session in self.sessions]
+                self.loop.known.discard(row)
+                self.loop.held.discard(row)
+
+    def _collect(self) -> None:
+        for job in [*self.scheduler.running]:
+            if not job.live:
+                self._end(job)
+        self.loop.rearrange()
+
+    def _end(self, job: Job) -> None:
+        """A request is over: count, make its outputs, leave its lane."""
+        assert job.lane is not None
+        job.blocks = max(job.blocks, self._held(job))
+        lane, counted = job.lane, []
+        for task in job.tasks:
+            own: dict[str, Any] = {}
+            if lane.speculation is not None:
+                own |= lane.speculation.stats(sorted(task.rows))
+                lane.speculation.forget(task.rows)
+            own["forwarded_tokens"] = sum(
+                session.forwarded.pop(row, 0) for session in self.sessions for row in task.rows
+            )
+            if lane.auditor is not None:
+                own["audit"] = lane.auditor.certificate(task.root.request.id)
+                lane.auditor.forget(task.root.request.id)
+            paths = sorted({path for session in self.sessions for path in session.cache.paths})
+            counted.append(own | {"path": ", ".join(paths) or "torch"})
+        job.finish(counted)
+        self.ended.append(job)
+        job.aside = {}
+        lane.tasks = [task for task in lane.tasks if task not in job.tasks]
+        self._lanes.leave(lane, [template.row for template in job.templates])
+        self.scheduler.leave(job)
+
+    def _held(self, job: Job) -> int:
+        rows = sorted({row for task in job.tasks for row in task.rows})
+        return sum(sum(session.blocks([rows])[0]) for session in self.sessions)
+
+    def _recover(self, why: str | None) -> None:
+        """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""
+        for job in [*self.scheduler.running]:
+            if why is not None:
+                for task in job.tasks:
+                    task.fail(why)
+                self._end(job)
+                continue
+            self.scheduler.leave(job)
+            job.restart()
+            self.scheduler.queue(job)
+        self.close()
+        for job in self.scheduler.waiting:
+            self._enter(job)
+
+    def _enter(self, job: Job) -> None:
+        job.lane = self._lanes.enter(job.work)
+        self.loop.lanes = self._lanes.all
+
+    def _model_of(self, name: str, work: Work) -> Any:
+        if name == "main":
+            return self._intake.model
+        return other_model(self._intake.model, name, work.plan.strategy, self._intake.models)
+
+    def _session(self, model: Any) -> PagedSession:
+        cache = shared_cache(model, self._spec, self._blocks, prefix_cache=self._prefix_cache)
+        return PagedSession(model, cache)

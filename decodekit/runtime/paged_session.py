@@ -1,0 +1,410 @@
+"""A model over a paged cache: rows of any lengths and branches come, are fed, fork, step aside and leave at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decodekit.cache.attention import check_config
+from decodekit.cache.paged import PagedCache
+from decodekit.cache.preempt import Suspended
+from decodekit.cache.prefix import Prompt
+from decodekit.core.errors import Refused
+from decodekit.core.few_rows import few_rows
+from decodekit.core.types import BranchOutputs
+from decodekit.kernels import triton_runs
+from decodekit.runtime.forward import RaggedForward
+from decodekit.runtime.session import Ids, Session
+
+
+class Key(NamedTuple):
+    """Which branch of which row owns a place in the cache."""
+
+    branch: str
+    row: int
+
+
+@dataclass(eq=False)
+class _Filling:
+    """A prompt that is not through yet, computed once for all who have it.
+
+    Attributes:
+        rest: its tokens that are to be forwarded.
+        keys: whose it is; the first has the place in the cache.
+        hidden: kept layers over what was forwarded; ``None`` where nobody reads them.
+    """
+
+    rest: list[int]
+    keys: list[Key]
+    hidden: dict[int, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A row that was put aside; :meth:`PagedSession.resume` brings it back.
+
+    Attributes:
+        parts: a branch, its K/V and states.
+        again: a branch, tokens to forward before its next ones.
+    """
+
+    parts: Mapping[str, Suspended]
+    again: Mapping[str, list[int]] = field(default_factory=dict)
+
+
+class PagedSession(Session):
+    """Branches over one paged cache: rows and branches in one forward, equal prompts that come together prefilled once.
+
+    Args:
+        model: the model.
+        cache: its cache; rows that are in it are given up.
+        layers: hidden layers of the ``main`` branch to keep.
+        rollbacks: rows will be rolled back: every step is followed by :meth:`rollback`.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache, *, layers: tuple[int, ...] = (), rollbacks: bool = False) -> None:
+        self._cache = cache
+        super().__init__(model, layers)
+        self._reads = self._reads_blocks()
+        # Rows that share blocks with others: gathering would copy these for each of them.
+        self._sharing: set[int] = set()
+        # Which (branch, row) each row of the cache belongs to.
+        self._order: list[Key] = []
+        # The branches of each row, and all their names in the order in which they came.
+        self._branches: dict[int, tuple[str, ...]] = {}
+        self._names: dict[str, None] = {}
+        self._expected: dict[Key, Ids] = {}
+        self._reads_prompt: set[int] = set()
+        self._filling: list[_Filling] = []
+        self._first: dict[Key, BranchOutputs] = {}
+        # Tokens that a rollback went back over, to be forwarded before the next ones.
+        self._again: dict[Key, list[int]] = {}
+        # What an interrupted call may have left.
+        cache.abort()
+        cache.release(range(len(cache.rows)))
+        cache.deactivate_past_recording()
+        self._recording, self._rollbacks = False, rollbacks
+
+    @property
+    @override
+    def cache(self) -> PagedCache:
+        return self._cache
+
+    @override
+    def keep_layers(self, layers: tuple[int, ...]) -> None:
+        super().keep_layers(layers)
+        self._forward = RaggedForward(self.model, self._cache, hidden_states=bool(layers))
+
+    def record(self, rollbacks: bool) -> None:
+        """Whether steps from now on are followed by :meth:`rollback`."""
+        if rollbacks != self._recording:
+            change = self._cache.activate_past_recording if rollbacks else self._cache.deactivate_past_recording
+            change()
+            self._recording = rollbacks
+
+    def expect(self, row: int, prompts: Mapping[str, Ids], *, keep_prompt: bool = False) -> None:
+        """A row more: the prompt of each of its branches.
+
+        Args:
+            row: its number.
+            prompts: a branch, its prompt without pads.
+            keep_prompt: keep the hidden layers of its main branch over the whole prompt, as ``prompt_hidden``.
+        """
+        self._branches[row] = tuple(prompts)
+        self._names |= dict.fromkeys(prompts)
+        self._expected |= {Key(name, row): tuple(prompt) for name, prompt in prompts.items()}
+        if keep_prompt:
+            self._reads_prompt.add(row)
+
+    @override
+    def branches(self, row: int) -> tuple[str, ...]:
+        return self._branches.get(row, ())
+
+    def open(self, rows: Sequence[int]) -> None:
+        """Give expected rows a place in the cache, with as much of their prompts as the prefix cache has."""
+        keys = [key for key in self._keys(rows) if key in self._expected]
+        sharing: dict[tuple[Ids, bool], list[Key]] = {}
+        for key in keys:
+            sharing.setdefault((self._expected[key], key.row in self._reads_prompt), []).append(key)
+        # A prompt whose hidden states are read is computed whole: a key of its own shares no block with others.
+        opened = [Prompt(prompt, extra=object()) if whole else Prompt(prompt) for prompt, whole in sharing]
+        places = self._cache.open(opened)
+        for place, ((prompt, whole), own) in zip(places, sharing.items(), strict=True):
+            rest = list(prompt[self._cache.rows[place].length :])
+            self._order.append(own[0])
+            self.forwarded[own[0].row] += len(rest)
+            self._filling.append(_Filling(rest, own, {} if whole else None))
+        for key in keys:
+            del self._expected[key]
+
+    @override
+    def feed(self, rows: Sequence[int], budget: int | None = None) -> set[int]:
+        if self._rollbacks:
+            self.record(True)  # not before: only what has begun is closed
+        self.open(rows)
+        place_of = self._places()
+        chosen = self._chunks(rows, budget)
+        if chosen:
+            fed = {place_of[filling.keys[0]]: filling.rest[:count] for filling, count in chosen}
+            last = {
+                place: int(len(ids) == len(own.rest))
+                for (own, _), (place, ids) in zip(chosen, fed.items(), strict=True)
+            }
+            hidden = {place: own.hidden for (own, _), place in zip(chosen, fed, strict=True) if own.hidden is not None}
+            outputs = iter(self._advance(fed, last, hidden))
+            for (own, count), through in zip(chosen, last.values(), strict=True):
+                del own.rest[:count]
+                if through:
+                    self._through(own, next(outputs))
+        waiting = {key.row for own in self._filling for key in own.keys}
+        return set(rows) - waiting
+
+    def _through(self, own: _Filling, outputs: BranchOutputs) -> None:
+        """A prompt was forwarded: those who share it become forks."""
+        self._filling.remove(own)
+        self._first |= dict.fromkeys(own.keys, outputs)
+        if own.hidden is not None:
+            self.prompt_hidden |= {key.row: own.hidden for key in own.keys if key.branch == "main"}
+        if len(own.keys) > 1:
+            place = self._order.index(own.keys[0])
+            self._cache.fork([*range(len(self._order)), *[place] * (len(own.keys) - 1)])
+            self._order += own.keys[1:]
+            self._sharing |= {key.row for key in own.keys}
+
+    def _chunks(self, rows: Sequence[int], budget: int | None) -> list[tuple[_Filling, int]]:
+        """Which prompts to go on with, and by how many tokens."""
+        rank = {row: place for place, row in enumerate(rows)}
+        asked = [own for own in self._filling if any(key.row in rank for key in own.keys)]
+        if budget is None:
+            return [(own, len(own.rest)) for own in asked]
+        chunks = []
+        for own in sorted(asked, key=lambda own: min(rank.get(key.row, len(rank)) for key in own.keys)):
+            if budget < 1:
+                break
+            # A model that loses its states between forwards of several tokens is given all at once.
+            count = min(len(own.rest), budget) if self._cache.continues else len(own.rest)
+            chunks.append((own, count))
+            budget -= count
+        return chunks
+
+    @override
+    def first(self, rows: Sequence[int]) -> dict[str, BranchOutputs]:
+        own: dict[str, list[BranchOutputs]] = {}
+        for key in self._keys(rows):
+            own.setdefault(key.branch, []).append(self._first.pop(key))
+        return {name: BranchOutputs.concatenate(parts) for name, parts in own.items()}
+
+    @override
+    def step(self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids) -> dict[str, BranchOutputs]:
+        place_of = self._places()
+        keys = self._keys(rows)
+        if not keys:
+            return {}
+        fed, wanted = dict(zip(rows, tokens, strict=True)), dict(zip(rows, last, strict=True))
+        again = {place_of[key]: [*self._again.pop(key, ()), *fed[key.row]] for key in keys}
+        for key in keys:
+            self.forwarded[key.row] += len(again[place_of[key]])
+        if all(len(ids) == 1 for ids in again.values()):
+            outputs = self._keep(self._run(list(again), list(again.values())), "main")
+        else:
+            outputs = BranchOutputs.concatenate(
+                self._advance(again, {place_of[key]: wanted[key.row] for key in keys}, {})
+            )
+        counts: dict[str, int] = {}
+        for key in keys:
+            counts[key.branch] = counts.get(key.branch, 0) + wanted[key.row]
+        parts, start = {}, 0
+        for name, count in counts.items():
+            parts[name] = outputs.span(start, start + count)
+            start += count
+        return parts
+
+    @override
+    def rollback(self, drop: Mapping[int, int]) -> None:
+        counts = [drop.get(key.row, 0) for key in self._order]
+        known = [[*row.tokens] if count else [] for row, count in zip(self._cache.rows, counts, strict=True)]
+        for key, ids, count, again in zip(self._order, known, counts, self._cache.rollback(counts), strict=True):
+            if again:
+                # Its states went back further than was asked for: these are forwarded with the next tokens.
+                end = len(ids) - count
+                self._again[key] = [*ids[end - again : end], *self._again.get(key, ())]
+
+    @override
+    def rearrange(self, forks: Mapping[int, int], gone: Collection[int]) -> None:
+        if not forks and not gone:
+            return
+        place_of = self._places()
+        source = {key: key for key in self._order if key.row not in gone}
+        source |= self._inherit(gone)
+        source |= {Key(name, row): Key(name, parent) for row, parent in forks.items() for name in self.branches(parent)}
+        self._cache.fork([place_of[parent] for parent in source.values()])
+        self._order = list(source)
+        self._again = {key: self._again[parent] for key, parent in source.items() if parent in self._again}
+        self._branches |= {row: self.branches(parent) for row, parent in forks.items()}
+        for row in set(gone) - forks.keys():
+            self._forget(row)
+        if len(forks) > len(set(forks.values())):
+            self._sharing |= {*forks, *forks.values()} - set(gone)
+
+    def _inherit(self, gone: Collection[int]) -> dict[Key, Key]:
+        """Who takes over prompts that are half forwarded for rows that are over: a key, the one before it."""
+        heirs = {}
+        for own in [*self._filling]:
+            before, own.keys = own.keys[0], [key for key in own.keys if key.row not in gone]
+            if not own.keys:
+                self._filling.remove(own)
+            elif own.keys[0] != before:
+                heirs[own.keys[0]] = before
+        return heirs
+
+    def _forget(self, row: int) -> None:
+        for name in self._branches.pop(row, ()):
+            self._expected.pop(Key(name, row), None)
+            self._first.pop(Key(name, row), None)
+        self._reads_prompt.discard(row)
+        self._sharing.discard(row)
+        self.prompt_hidden.pop(row, None)
+
+    def suspend(self, row: int) -> Aside:
+        """Put a row aside whose prompts are through: its K/V and states go to the host, its blocks to others."""
+        keys = [Key(name, row) for name in self.branches(row)]
+        parts = {}
+        for key in keys:
+            place = self._order.index(key)
+            parts[key.branch] = self._cache.suspend(place)
+            del self._order[place]
+        again = {key.branch: self._again.pop(key) for key in keys if key in self._again}
+        self._forget(row)
+        return Aside(parts, again)
+
+    def resume(self, row: int, aside: Aside) -> bool:
+        """Bring a row back, bit for bit as it was; ``False`` where there is no room for it, and nothing changed."""
+        parts = aside.parts.values()
+        for group, *contents in zip(self._cache.groups, *(part.contents for part in parts), strict=True):
+            if not group.pool.can_allocate(sum(map(len, contents))):
+                return False
+        for part in parts:
+            self._cache.resume(part)
+        self._order += [Key(name, row) for name in aside.parts]
+        self._branches[row] = tuple(aside.parts)
+        self._again |= {Key(name, row): [*ids] for name, ids in aside.again.items()}
+        return True
+
+    def missing(self, rows: Sequence[int], feeding: Sequence[int] = (), budget: int = 0) -> int:
+        """How many blocks are missing for one more token of ``rows`` and the next ``budget`` of those that are fed.
+
+        Less than 0 where some are left.
+        """
+        place_of = self._places()
+        counts = {place_of[key]: 1 + len(self._again.get(key, ())) for key in self._keys(rows)}
+        counts |= {place_of[own.keys[0]]: count for own, count in self._chunks(feeding, budget)}
+        return self._cache.missing(counts)
+
+    def blocks(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """How many different blocks of each cache group some rows name together: [N, groups] for N times some rows."""
+        places, counts = self._places(), list[list[int]]()
+        for own in rows:
+            held = [self._cache.rows[places[key]] for key in self._keys(own) if key in places]
+            counts.append(
+                [
+                    len({block for row in held for block in row.tables[number].blocks if block is not None})
+                    for number in range(len(self._cache.groups))
+                ]
+            )
+        return counts
+
+    def clear(self) -> None:
+        """Let go of all rows, also after an interrupt left them half changed."""
+        self._cache.abort()
+        self._cache.release(range(len(self._cache.rows)))
+        for kept in (self._order, self._branches, self._expected, self._filling, self._first, self._again):
+            kept.clear()
+        self._reads_prompt.clear()
+        self._sharing.clear()
+        self.prompt_hidden.clear()
+
+    @override
+    @contextmanager
+    def optimized(self) -> Iterator[None]:
+        with super().optimized(), few_rows(self.model):
+            yield
+
+    @override
+    def close(self) -> None:
+        self.clear()
+        self.record(False)
+
+    def _places(self) -> dict[Key, int]:
+        return {key: place for place, key in enumerate(self._order)}
+
+    def _keys(self, rows: Sequence[int]) -> list[Key]:
+        """The places of these rows: all of one branch, then those of the next."""
+        if len(self._names) == 1:
+            [name] = self._names
+            return [Key(name, row) for row in rows if row in self._branches]
+        return [Key(name, row) for name in self._names for row in rows if name in self.branches(row)]
+
+    def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
+        """Forward the next tokens of these places; rows that share much are attended where it lies, once."""
+        if self._reads and (self._sharing or triton_runs(self.model.device)):
+            try:
+                return self._forward(places, tokens, last=last, direct=True)
+            except Refused:
+                self._reads = False
+        return self._forward(places, tokens, last=last)
+
+    def _advance(
+        self, tokens: Mapping[int, Ids], last: Mapping[int, int], hidden: Mapping[int, dict[int, Tensor]]
+    ) -> list[BranchOutputs]:
+        """Forward these tokens of places, however few of them a step may take.
+
+        Args:
+            tokens: a place, its next tokens.
+            last: a place, how many of its last positions to give.
+            hidden: a place, what is filled with the kept layers at all its positions.
+
+        Returns:
+            the outputs at the last positions of each place that wants any, in order.
+        """
+        parts: dict[int, list[BranchOutputs]] = {place: [] for place in tokens}
+        waiting = dict(tokens)
+        while waiting:
+            chunks = {place: ids[: self._cache.max_query(place, len(ids))] for place, ids in waiting.items()}
+            group = self._cache.together({place: len(ids) for place, ids in chunks.items()})
+            # Of a chunk, those of the wanted positions that are not in later ones.
+            wanted = {
+                place: max(0, min(len(chunks[place]), last[place] - (len(waiting[place]) - len(chunks[place]))))
+                for place in group
+            }
+            width = max(1, *wanted.values())
+            outputs = self._keep(self._run(group, [chunks[place] for place in group], width), "main", width)
+            self._check_head(outputs)
+            for position, place in enumerate(group):
+                if place in hidden:
+                    self._note(hidden[place], position, len(chunks[place]))
+                if wanted[place]:
+                    end = (position + 1) * width
+                    parts[place].append(outputs.span(end - wanted[place], end))
+                waiting[place] = waiting[place][len(chunks[place]) :]
+                if not waiting[place]:
+                    del waiting[place]
+        return [BranchOutputs.concatenate(own) for own in parts.values() if own]
+
+    def _note(self, known: dict[int, Tensor], position: int, count: int) -> None:
+        """Add the hidden states of the last ``count`` tokens at a position of the last forward."""
+        for layer in self.layers:
+            part = self.raw.hidden_states[layer][position, -count:]
+            known[layer] = torch.cat([known[layer], part]) if layer in known else part
+
+    def _reads_blocks(self) -> bool:
+        try:
+            check_config(self.model.config)
+        except Refused:
+            return False
+        return True

@@ -1,0 +1,183 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PLAIN = "generation: {max_new_tokens: 5, suppress_tokens: [1]}\n"
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_come_out_in_order_with_what_they_cost(cli, recipe, tiny_folder, tmp_path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": f"r{n}", "prompt": "a" * (n + 1)} for n in range(6)])
+    result = cli("map", recipe(PLAIN), source, "out.jsonl", "-m", tiny_folder, "--json", "--slots", 3)
+    assert result.code == 0, result.err
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["id"] for row in rows] == [f"r{n}" for n in range(6)]
+    alone = cli("run", recipe(PLAIN), "aaa", "-m", tiny_folder, "--json").json
+    assert rows[2]["text"] == alone[0]["text"]
+    assert rows[2]["output_tokens"] == 5
+    assert result.json["rows"] == 6
+    assert result.json["output_tokens"] == 30
+    assert result.json["forwarded_tokens"] == sum(row["forwarded_tokens"] for row in rows)
+
+
+def test_templates_fields_and_options_of_a_row(cli, recipe, tiny_folder, tmp_path) -> None:
+    rows = [
+        {"id": 1, "question": "who", "answer": "no input of a recipe"},
+        {"id": 2, "question": "who", "generation": {"max_new_tokens": 2}},
+        {"id": 3, "question": "who", "recipe": {"rules": [{"kind": "bad_words", "words": ["q"]}]}, "seed": 4},
+        {"id": 4},
+        {"id": 5, "question": "who", "generation": {"max_tokens": 2}},
+    ]
+    source = write(tmp_path / "in.jsonl", rows)
+    result = cli("map", recipe(PLAIN), source, "out.jsonl", "-m", tiny_folder, "--template", "Q: {question}?")
+    assert result.code == 1
+    first, short, _, missing, wrong = read(tmp_path / "out.jsonl")
+    [alone] = cli("run", recipe(PLAIN), "Q: who?", "-m", tiny_folder, "--json").json
+    assert first["text"] == alone["text"]
+    assert short["output_tokens"] == 2
+    assert "needs 'question', which the row does not have" in missing["error"]
+    assert "unknown option 'max_tokens'" in wrong["error"]
+    assert "5 rows, 2 failed" in result.err
+
+
+def test_malformed_lines_are_told_with_their_numbers_and_the_others_are_done(
+    cli, recipe, tiny_folder, tmp_path
+) -> None:
+    lines = [{"id": "a", "prompt": "x"}, '{"id": "b", ', "[1]", "", {"id": "a", "prompt": "again"}, {"prompt": "y"}]
+    source = write(tmp_path / "in.jsonl", lines)
+    result = cli("map", recipe(PLAIN), source, "out.jsonl", "-m", tiny_folder)
+    assert result.code == 1
+    for number, why in ((2, "expected a JSON object: "), (3, "got list"), (5, "the id 'a' is that of line 1")):
+        assert f"in.jsonl:{number}: " in result.err
+        assert why in result.err
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == ["a", 6]
+
+
+def test_standard_input_and_output(recipe, tiny_folder, tmp_path) -> None:
+    command = [sys.executable, "-m", "decodekit", "map", recipe(PLAIN), "-", "-", "-m", tiny_folder, "--unordered"]
+    text = '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}\n'
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert {json.loads(line)["id"] for line in done.stdout.splitlines()} == {"a", "b"}
+
+
+def test_an_output_that_is_there_is_not_written_over(cli, recipe, tiny_folder, tmp_path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "x"} for n in range(4)])
+    output = write(tmp_path / "out.jsonl", [{"id": 1, "text": "kept"}])
+    refused = cli("map", recipe(PLAIN), source, output, "-m", tiny_folder)
+    assert refused.code == 2
+    assert "exists; --resume goes on" in refused.err
+    with output.open("a") as file:
+        file.write('{"id": 2, "te')  # torn by a kill
+    result = cli("map", recipe(PLAIN), source, output, "-m", tiny_folder, "--resume")
+    assert result.code == 0, result.err
+    assert [row["id"] for row in read(output)] == [1, 0, 2, 3]
+    assert read(output)[0]["text"] == "kept"
+    assert cli("map", recipe(PLAIN), source, output, "-m", tiny_folder, "--resume").code == 0
+    assert len(read(output)) == 4
+    other = write(tmp_path / "other.jsonl", ["no row"])
+    assert "other.jsonl:1: no row of an earlier run" in cli("map", recipe(PLAIN), source, other, "--resume").err
+
+
+def test_a_full_disk_is_told_and_tears_no_row(cli, recipe, tiny_folder, tmp_path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    source = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}])
+    result = cli("map", recipe(PLAIN), source, "/dev/full", "-m", tiny_folder)
+    assert result.code == 2
+    assert "/dev/full cannot be written: No space left" in result.err
+
+
+def killed_and_resumed(command, output, rng, most):
+    """Kill a run at a random moment, as often as ``most``; how often it was killed while rows were written."""
+    kills = 0
+    for _ in range(most):
+        before = output.stat().st_size if output.exists() else 0
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+        wanted, deadline = before + rng.randint(1, 900), time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if output.exists() and output.stat().st_size >= wanted:
+                break
+            time.sleep(0.002)
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    return kills
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_with_exactly_the_missing_rows(kills, recipe, tiny_folder, tmp_path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": f"r{n}", "prompt": "ab" * (n % 7 + 1)} for n in range(120)])
+    output = tmp_path / "out.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "decodekit",
+        "map",
+        recipe(PLAIN),
+        source,
+        output,
+        "-m",
+        tiny_folder,
+        "--slots",
+        "2",
+    ]
+    command = [str(part) for part in [*command, "--resume"]]
+    assert killed_and_resumed(command, output, random.Random(3), kills) == kills
+    subprocess.run(command, check=True, capture_output=True)
+    rows = read(output)
+    assert [row["id"] for row in rows] == [f"r{n}" for n in range(120)]
+    same = {}
+    for row in rows:
+        same.setdefault(int(row["id"][1:]) % 7, set()).add(row["text"])
+    assert all(len(texts) == 1 for texts in same.values())
+
+
+def test_processes_of_accelerate_share_the_rows(recipe, tiny_folder, tmp_path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "ab" * (n % 5 + 1)} for n in range(23)])
+    output = tmp_path / "out.jsonl"
+    write(tmp_path / "out.jsonl.1-of-4", [{"id": 3, "line": 4, "text": "left by a killed run"}])
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    launch += [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "-m",
+        "decodekit",
+        "map",
+        recipe(PLAIN),
+        source,
+        output,
+    ]
+    command = [str(part) for part in [*launch, "-m", tiny_folder, "--resume"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = read(output)
+    assert [row["id"] for row in rows] == list(range(23))
+    assert rows[3]["text"] == "left by a killed run"
+    assert not list(tmp_path.glob("out.jsonl.*"))
