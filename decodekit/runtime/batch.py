@@ -311,6 +311,9 @@ class Batch:
             own["forwarded_tokens"] = sum(
                 session.forwarded.pop(row, 0) for session in self.sessions for row in task.rows
             )
+            if lane.auditor is not None:
+                own["audit"] = lane.auditor.certificate(task.root.request.id)
+                lane.auditor.forget(task.root.request.id)
             paths = sorted({path for session in self.sessions for path in session.cache.paths})
             counted.append(own | {"path": ", ".join(paths) or "torch"})
         job.finish(counted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -51,7 +51,7 @@ class Loop:
         """Whether tokens are forwarded that may have to be taken back."""
         return any(lane.speculation is not None and lane.tasks for lane in self.lanes)
 
-    def run(self) -> Iterator[StepRecord]:
+    def run(self) -> Generator[StepRecord, None, None]:
         """Decode until every task is over, a record a token that each live sequence gets."""
         with ExitStack() as stack:
             stack.callback(self.close)

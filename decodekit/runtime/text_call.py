@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,13 @@ class TextCall:
             self._stream.start(call.prepared.input_ids)
             if writer is not None:
                 trace_start(writer, self._model.config._name_or_path, self._recipe.to_dict(), call.seed, call.tasks)
-            for record in call.loop.run():
-                self._stream.put(record)
-                if writer is not None:
-                    trace_step(writer, record, lambda token: str(self._tokenizer.decode([token])))
-                self.given_out += sum(map(len, record.pieces))
-                yield record
+            with closing(call.loop.run()) as records:
+                for record in records:
+                    self._stream.put(record)
+                    if writer is not None:
+                        trace_step(writer, record, lambda token: str(self._tokenizer.decode([token])))
+                    self.given_out += sum(map(len, record.pieces))
+                    yield record
             self._stream.finish(call.tasks)
             if writer is not None:
                 trace_ends(writer, call.tasks, call.outputs)
@@ -247,6 +249,8 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         stats["constraint"] = sequence.constraint.report(sequence.text)
     if call.lane.speculation is not None:
         stats |= call.lane.speculation.stats(sorted(task.rows))
+    if call.lane.auditor is not None:
+        stats["audit"] = call.lane.auditor.certificate(task.root.request.id)
     if not times or loop.prefilled is None:
         return stats
     gaps = np.diff(np.asarray(times))
