@@ -20,22 +20,9 @@ from torch import Tensor
 from decodekit.cache import preempt, transfer
 from decodekit.cache.gathered import GatheredCache
 from decodekit.cache.prefix import Prompt
-from decodekit.cache.rows import Row, RowBook
+from decodekit.cache.rows import Row, Snapshot
 from decodekit.cache.steps import Step
 from decodekit.core.errors import InputError, Refused
-
-
-class Snapshot:
-    """The rows of a cache as they were; :meth:`PagedCache.restore` brings them back any number of times."""
-
-    def __init__(self, book: RowBook) -> None:
-        self._book = book
-        self.rows: list[Row] = [book.copy(row) for row in book.rows]
-
-    def release(self) -> None:
-        """Give up the blocks it holds."""
-        self._book.release(self.rows)
-        self.rows = []
 
 
 class PagedCache(GatheredCache):
@@ -61,6 +48,7 @@ class PagedCache(GatheredCache):
         sinks: first tokens of a row that full attention keeps beside ``window``; 4 is usual, with 0 most models break down.
         window: last tokens that full attention keeps, the newest included, for streams of any length (see
             :mod:`decodekit.cache.streaming`); layers with a window of their own keep it. ``None`` keeps all.
+        preallocate: have memory for all blocks from the start, at one place for good, as captured graphs need it.
 
     Attributes:
         groups: the cache groups.

@@ -292,3 +292,11 @@ def plan(
     return plan_cache(
         model, config, context=context, batch=batch, dtype=dtype, block_size=block_size, budget=budget, as_json=json
     )
+
+
+@app.command()
+def doctor(model: Model = None, json: Json = False) -> int:
+    """Measure on a model whether it decodes right: its cache, padding, masks, rollback, tokenizer; 1 if something is wrong."""
+    from decodekit.cli.doctor import examine_model
+
+    return examine_model(model, as_json=json)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from decodekit.runtime.choosing import StepRecord
     from decodekit.runtime.text_call import TextCall
 
+_MAX_PROMPT = 1 << 24
+
 
 def run_recipe(
     recipe: str,
@@ -92,7 +94,15 @@ def _run(call: TextCall, say: Callable[[StepRecord, str], None]) -> bool:
 def _standard_input() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise InputError("no prompt was given; give prompts after the recipe, or one on standard input")
-    return sys.stdin.read().strip()
+    try:
+        text = sys.stdin.read(_MAX_PROMPT + 1)
+    except UnicodeError as error:
+        raise InputError(f"standard input is not text: {error}") from error
+    if len(text) > _MAX_PROMPT:
+        raise InputError(
+            f"standard input holds more than {_MAX_PROMPT} characters; a prompt is a text for a model's context"
+        )
+    return text.strip()
 
 
 def _print_output(prompt: str, output: Output) -> None:

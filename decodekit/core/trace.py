@@ -73,7 +73,7 @@ class TraceWriter:
 
 
 def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """The header and the records of a trace.
+    """The header and the records of a trace; a record that was cut off is an error when its turn comes.
 
     Raises:
         InputError: not a trace, or one of another version.
@@ -86,8 +86,18 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any
     try:
         header = json.loads(lines[0])
         found = header["trace"]
-    except (IndexError, ValueError, TypeError, KeyError) as error:
+    except (IndexError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path} is not a decodekit trace: its first line has no trace version") from error
     if found != TRACE_VERSION:
         raise InputError(f"{path} is a trace of version {found}; this decodekit reads version {TRACE_VERSION}")
-    return header, (json.loads(line) for line in lines[1:])
+    return header, (_record(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2))
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: no record of a trace: {error}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{place}: expected a record, a JSON object, got {type(record).__name__}")
+    return record

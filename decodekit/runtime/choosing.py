@@ -34,7 +34,7 @@ class StepRecord:
         taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
         pieces: [P] text that became certain, of tasks whose tokens are final as they come.
         places: [P] the token's place in the output.
-        walks: [P] the drafts behind each, final once all records of the forward are made.
+        walks: [P] the drafts behind each, final once all records of the forward are made; none where nothing is drafted.
         nodes: [P] the node of its draft that the token is, ``None`` where it is none.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
@@ -69,6 +69,7 @@ class Chooser:
 
     Attributes:
         shows_rows: rows grow together by a token a step, and are kept padded as ``generate`` shows them.
+        keeps_logprobs: whether each token's log-probability is noted.
         forks: new rows, with the row that each is to fork from before the next forward.
         speculation: chooses behind drafted tokens, if anything is drafted.
     """
@@ -92,7 +93,7 @@ class Chooser:
         self.speculation: Speculation | None = None
         self.new_row, self._pipeline, self._confines = new_row, pipeline, confines
         self._pad, self._criteria, self._prompt_hidden = pad, criteria, prompt_hidden
-        self._keep_logprobs, self._keep_stages = keep_logprobs, keep_stages
+        self.keeps_logprobs, self._keep_stages = keep_logprobs, keep_stages
         self._keep_raw = plan.sequence is not None
         self._confidence_top_k = plan.sequence.confidence_top_k if plan.sequence is not None else 0
         self._device = input_ids.device
@@ -174,6 +175,37 @@ class Chooser:
         owners = [walk.task for walk in walks]
         return StepRecord(owners, sequences, view.tokens, committed, pieces, places, walks, nodes, outputs, picked)
 
+    def accept(
+        self, live: Sequence[tuple[Task, SequenceState]], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> StepRecord:
+        """Rows of their own take tokens that were picked elsewhere, by rules that keep no state.
+
+        Args:
+            live: [P] the rows.
+            tokens: [P] of each.
+            logprobs: [P] of these; empty where nobody keeps them.
+        """
+        now = time.perf_counter()
+        pieces, taken = [""] * len(live), [False] * len(live)
+        for place, (task, sequence) in enumerate(live):
+            if logprobs:
+                sequence.logprobs.append(logprobs[place])
+            try:
+                piece = sequence.commit(tokens[place], now)
+            except RowError as error:
+                sequence.fail(str(error))
+                continue
+            taken[place], pieces[place] = True, piece if task.streams else ""
+        tasks, sequences = [task for task, _ in live], [sequence for _, sequence in live]
+        places = [len(sequence.tokens) - 1 for sequence in sequences]
+        picked = Picked(torch.tensor(tokens), torch.empty(0))
+        none: list[int | None] = [None] * len(tokens)
+        return StepRecord(tasks, sequences, list(tokens), taken, pieces, places, (), none, Outputs({}), picked)
+
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Rows have taken these tokens by :meth:`accept`: rules see them from now on."""
+        self._history.extend(tokens)
+
     def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
         view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
         chosen, other = picked.tokens.unsqueeze(-1), False
@@ -189,7 +221,7 @@ class Chooser:
                 other = True
         if other:
             chosen = torch.tensor(view.tokens, device=chosen.device).unsqueeze(-1)
-        if self._keep_logprobs:
+        if self.keeps_logprobs:
             view.final = picked.final.log_softmax(-1)
             view.logprobs = view.final.gather(-1, chosen).squeeze(-1).tolist()
         if self._keep_raw:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, overload
 
 import torch
@@ -94,9 +95,11 @@ class Decoder:
             call = assemble(model, prepared, self.recipe, given)
             stream.start(call.prepared.input_ids)
             recorder = Recorder(call)
-            for record in call.loop.run():
-                stream.put(record)
-                recorder.take(record)
+            # Closed at once where a streamer fails: an error that somebody keeps would hold its blocks.
+            with closing(call.loop.run()) as records:
+                for record in records:
+                    stream.put(record)
+                    recorder.take(record)
             results = call.results()
             stream.finish(call.tasks)
             _report_failures(results)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.constraining import leaves_a_core
+from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.lane import Lane, Live, Parts, Room, Turn, merged
 from decodekit.runtime.session import Session
 from decodekit.runtime.speculation import Settled
@@ -29,9 +30,11 @@ class Loop:
 
     Attributes:
         forwards: so far, each of all live rows.
+        graphs: take the steps that need nothing from the host, if there are any.
     """
 
     def __init__(self, sessions: Sequence[Session], lanes: Sequence[Lane]) -> None:
+        self.graphs: Graphs | None = None
         self.sessions, self.lanes = list(sessions), list(lanes)
         self.started = time.perf_counter()
         self.prefilled: float | None = None
@@ -50,11 +53,15 @@ class Loop:
         """Whether tokens are forwarded that may have to be taken back."""
         return any(lane.speculation is not None and lane.tasks for lane in self.lanes)
 
-    def run(self) -> Iterator[StepRecord]:
+    def run(self) -> Generator[StepRecord, None, None]:
         """Decode until every task is over, a record a token that each live sequence gets."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            while self.live:
+            while live := self.live:
+                if self.graphs is not None and self.prefilled is not None and self.graphs.takes(live):
+                    self.rearrange()
+                    if (yield from self.graphs.run(live)) or not self.live:
+                        continue
                 records = self.step()
                 if self.prefilled is None:
                     self.prefilled = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class SequenceState:
         times: when each token was committed, ``time.perf_counter`` seconds.
         constraint: its place in the language that it must belong to.
         given: the tokens that it begins with, whatever would have been chosen.
+        prompts: a branch, the prompt that it began with.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class SequenceState:
     times: list[float] = field(default_factory=list)
     constraint: RowConstraint | None = None
     given: Sequence[int] = ()
+    prompts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: str | None = None
 

@@ -28,7 +28,7 @@ from decodekit.core.candidates import (
 from decodekit.core.errors import DecodekitError, PluginError
 from decodekit.core.protocols import SearchStrategy, SequenceStrategy
 from decodekit.core.search import Advance, Group
-from decodekit.core.types import Outputs
+from decodekit.core.types import FinishReason, Outputs
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.sequence import SequenceState
 
@@ -85,10 +85,10 @@ class Task(ABC):
     def results(self, count: int) -> list[Result]:
         """The best ``count`` outputs, the best first; a failed task gives failed ones."""
 
-    def finish(self) -> None:
-        """End where it stands, cancelled."""
+    def finish(self, reason: FinishReason = "cancelled") -> None:
+        """End where it stands."""
         for sequence in self.live:
-            sequence.finish("cancelled")
+            sequence.finish(reason)
 
     def fail(self, why: str) -> None:
         """The prompt cannot be decoded."""
@@ -175,9 +175,9 @@ class SearchTask(Task):
         self.hypotheses, self._ended = [], []
 
     @override
-    def finish(self) -> None:
+    def finish(self, reason: FinishReason = "cancelled") -> None:
         for sequence in self.hypotheses:
-            sequence.finish("cancelled")
+            sequence.finish(reason)
             self.end(sequence, sum(sequence.logprobs))
         self.hypotheses = []
 
@@ -337,12 +337,12 @@ class SequenceTask(Task):
         return decision
 
     @override
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, reason: FinishReason = "cancelled") -> None:
+        super().finish(reason)
         if self._running is not None:
             self._running.close()
         if self.root.finish_reason is None:
-            self.root.finish("cancelled")
+            self.root.finish(reason)
 
     @override
     def results(self, count: int) -> list[Result]:

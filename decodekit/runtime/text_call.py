@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,13 @@ class TextCall:
             call = self._call = assemble(self._model, self._prepare(self._prompts), self._recipe, self._given)
             self._stream.start(call.prepared.input_ids)
             tracer = self._tracer(writer, call) if writer is not None else None
-            for record in call.loop.run():
-                self._stream.put(record)
-                if tracer is not None:
-                    tracer.step(record)
-                self.given_out += sum(map(len, record.pieces))
-                yield record
+            with closing(call.loop.run()) as records:
+                for record in records:
+                    self._stream.put(record)
+                    if tracer is not None:
+                        tracer.step(record)
+                    self.given_out += sum(map(len, record.pieces))
+                    yield record
             self._stream.finish(call.tasks)
             if tracer is not None:
                 tracer.end()
@@ -267,10 +269,14 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "path": _path(call),
         **_memory(call),
     }
+    if loop.graphs is not None and loop.sessions[0].model.device.type == "cuda":
+        stats["graphs"] = dataclasses.asdict(loop.graphs.stats)
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)
     if call.lane.speculation is not None:
         stats |= call.lane.speculation.stats(sorted(task.rows))
+    if call.lane.auditor is not None:
+        stats["audit"] = call.lane.auditor.certificate(task.root.request.id)
     if not times or loop.prefilled is None:
         return stats
     gaps = np.diff(np.asarray(times))

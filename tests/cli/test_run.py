@@ -206,3 +206,10 @@ def test_an_amateur_that_a_recipe_names_is_loaded_once(cli, recipe, tiny_folder,
     missing = cli("run", recipe(text), "a", "-m", tiny_folder, "--set", "strategy.amateur=./nowhere")
     assert missing.code == 2
     assert f"model folder '{tmp_path / 'nowhere'}' does not exist" in missing.err
+
+
+def test_standard_input_has_a_limit(cli, recipe, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.cli.run._MAX_PROMPT", 10)
+    result = cli("run", recipe("{}"), stdin="twelve chars")
+    assert result.code == 2
+    assert "standard input holds more than 10 characters" in result.err
