@@ -77,6 +77,10 @@ class Draft:
         """The nodes that follow a node (-1: the row itself), in order."""
         return [child for child, parent in enumerate(self.parent_of) if parent == node]
 
+    def child(self, node: int, token: int) -> int | None:
+        """The node with this token that follows a node."""
+        return next((child for child in self.children(node) if self.tokens[child] == token), None)
+
     def path(self, node: int) -> list[int]:
         """The nodes from the first to this one."""
         nodes = list[int]()
