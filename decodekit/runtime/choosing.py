@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from decodekit.core.drafts import Draft
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.random import SEARCH_LANE, uniform
 from decodekit.core.search import Group, Hypothesis
@@ -199,8 +200,9 @@ class Chooser:
         tasks, sequences = [task for task, _ in live], [sequence for _, sequence in live]
         places = [len(sequence.tokens) - 1 for sequence in sequences]
         picked = Picked(torch.tensor(tokens), torch.empty(0))
-        none: list[int | None] = [None] * len(tokens)
-        return StepRecord(tasks, sequences, list(tokens), taken, pieces, places, (), none, Outputs({}), picked)
+        walks = [Walk(task, sequence, place, Draft()) for place, (task, sequence) in enumerate(live)]
+        nodes: list[int | None] = [None] * len(live)
+        return StepRecord(tasks, sequences, list(tokens), taken, pieces, places, walks, nodes, Outputs({}), picked)
 
     def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Rows have taken these tokens by :meth:`accept`: rules see them from now on."""

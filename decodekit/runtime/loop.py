@@ -29,8 +29,8 @@ class Loop:
         lanes: the requests, those of one recipe together.
 
     Attributes:
-        forwards: so far, each of all live rows.
         graphs: take the steps that need nothing from the host, if there are any.
+        forwards: so far, each of all live rows.
     """
 
     def __init__(self, sessions: Sequence[Session], lanes: Sequence[Lane]) -> None:

@@ -41,8 +41,8 @@ class SequenceState:
         states: a rule, its state.
         times: when each token was committed, ``time.perf_counter`` seconds.
         constraint: its place in the language that it must belong to.
-        given: the tokens that it begins with, whatever would have been chosen.
         prompts: a branch, the prompt that it began with.
+        given: the tokens that it begins with, whatever would have been chosen.
     """
 
     request: Request
@@ -56,8 +56,8 @@ class SequenceState:
     states: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     constraint: RowConstraint | None = None
-    given: Sequence[int] = ()
     prompts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    given: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 
