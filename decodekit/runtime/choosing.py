@@ -35,7 +35,7 @@ class StepRecord:
         taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
         pieces: [P] text that became certain, of tasks whose tokens are final as they come.
         places: [P] the token's place in the output.
-        walks: [P] the drafts behind each, final once all records of the forward are made; none where nothing is drafted.
+        walks: [P] the drafts behind each, final once all records of the forward are made.
         nodes: [P] the node of its draft that the token is, ``None`` where it is none.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
