@@ -78,17 +78,22 @@ class Progress:
         path: the file.
         identity: what the lines depend on besides their rows; a file of another identity is refused.
         rows: the rows; a file may have fewer or more of them.
-        resume: go on with what is there; otherwise begin anew.
+        resume: go on with what is there; otherwise there must be nothing.
 
     Attributes:
         done: by run and row, what was noted.
+
+    Raises:
+        InputError: there is something and ``resume`` is not set, or it is of another comparison.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], rows: Sequence[Row], *, resume: bool) -> None:
         self.done: dict[tuple[str, int], dict[str, Any]] = {}
         self._prompts = [_digest(row.prompt) for row in rows]
         digest = _digest(identity)
-        if resume and path.exists():
+        if path.exists() and not resume:
+            raise InputError(f"{path} is already there: give --resume to go on with it, or name another --out")
+        if path.exists():
             self._read(path, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a" if self.done else "w", encoding="utf-8")

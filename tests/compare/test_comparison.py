@@ -27,6 +27,8 @@ def letters(text, reference):
 @pytest.fixture
 def compared(dense, tokenizer, tmp_path):
     def make(recipes=RECIPES, resume=False, rows=ROWS):
+        if not resume:
+            (tmp_path / "rows.jsonl").unlink(missing_ok=True)
         loaded = {name: load_recipe(own) for name, own in recipes.items()}
         progress = Progress(tmp_path / "rows.jsonl", {"recipes": recipes}, rows, resume=resume)
         made = Comparison(loaded, rows, letters, progress, batch=2)
@@ -89,6 +91,14 @@ def test_what_is_of_another_comparison_is_not_gone_on_with(compared, tmp_path) -
         Progress(tmp_path / "rows.jsonl", {"recipes": "others"}, ROWS, resume=True)
     with pytest.raises(InputError, match="is of another comparison"):
         Progress(tmp_path / "rows.jsonl", {"recipes": RECIPES}, ROWS[::-1], resume=True)
+
+
+def test_what_is_there_is_never_written_over(compared, tmp_path) -> None:
+    compared(rows=ROWS[:1])
+    before = (tmp_path / "rows.jsonl").read_text()
+    with pytest.raises(InputError, match="is already there: give --resume"):
+        Progress(tmp_path / "rows.jsonl", {"recipes": RECIPES}, ROWS, resume=False)
+    assert (tmp_path / "rows.jsonl").read_text() == before
 
 
 def test_a_comparison_of_more_rows_goes_on_with_what_fewer_had(compared) -> None:
