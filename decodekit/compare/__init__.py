@@ -162,11 +162,14 @@ class Comparison:
     def _count(self) -> int:
         """Plain samples that the dearest recipe could have bought."""
         rows = range(len(self._rows))
-        plain = statistics.mean(self._noted(PLAIN, row)["forwarded_tokens"] for row in rows)
-        dearest = max(
-            statistics.mean(self._noted(name, row)["forwarded_tokens"] for row in rows) for name in self._recipes
-        )
-        return min(MOST_SAMPLES, round(dearest / max(plain, 1)) + 1)
+
+        def mean(name: str, field: str) -> float:
+            return statistics.mean(self._noted(name, row)[field] for row in rows)
+
+        prompt = mean(PLAIN, "prompt_tokens")  # which samples share
+        one = max(mean(PLAIN, "forwarded_tokens") - prompt, 1)
+        dearest = max(mean(name, "forwarded_tokens") for name in self._recipes)
+        return min(MOST_SAMPLES, round((dearest - prompt) / one) + 1)
 
     def _noted(self, name: str, row: int) -> dict[str, Any]:
         return self._progress.done[name, row]
