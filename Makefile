@@ -15,7 +15,7 @@ INSTALLED = .venv/.installed
 OLDEST_SITE = .venv/transformers-$(OLDEST)
 PLUGINS = $(wildcard plugins/*/)
 
-.PHONY: install demo test test-newest test-oldest lint types tables
+.PHONY: install demo test test-newest test-oldest matrix matrix-oldest matrix-newest mutants soak lint types tables
 
 install: $(INSTALLED)
 
@@ -47,6 +47,39 @@ $(OLDEST_SITE): $(INSTALLED)
 	rm -rf $@
 	.venv/bin/python -m pip install --no-deps --target $@ transformers==$(OLDEST) 'huggingface_hub<2' httpx httpcore
 	touch $@
+
+# The corners: the oldest and the newest Python and pins that are supported, each in an environment of its own.
+# Elsewhere: make matrix OLDEST_PYTHON=/path/to/python3.11 NEWEST_PYTHON=/path/to/python3.13
+OLDEST_PYTHON ?= python3.11
+NEWEST_PYTHON ?= python3.13
+OLDEST_PINS ?= torch==2.11.0 transformers==$(OLDEST) 'huggingface_hub<2' outlines==1.3.0
+
+matrix: matrix-oldest matrix-newest
+
+matrix-oldest: .venv/matrix/oldest/.installed
+	.venv/matrix/oldest/bin/python -m pytest $(PARALLEL)
+
+matrix-newest: .venv/matrix/newest/.installed
+	.venv/matrix/newest/bin/python -m pytest $(PARALLEL)
+
+.venv/matrix/oldest/.installed: pyproject.toml
+	$(OLDEST_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(OLDEST_PINS) -e '.[dev,metrics]' $(PLUGINS:%=-e %)
+	touch $@
+
+.venv/matrix/newest/.installed: pyproject.toml
+	$(NEWEST_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --upgrade '$(TORCH)' transformers -e '.[dev,metrics]' $(PLUGINS:%=-e %)
+	touch $@
+
+# What tests notice of seeded faults, and what is left of half an hour of requests with everything that goes wrong.
+MINUTES ?= 30
+
+mutants: install
+	.venv/bin/python -m decodekit.testing.mutants
+
+soak: install
+	.venv/bin/python -m decodekit.testing.soak --minutes $(MINUTES)
 
 lint: install
 	.venv/bin/ruff check

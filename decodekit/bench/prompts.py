@@ -56,7 +56,7 @@ def read_rows(path: Path | None, limit: int | None) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:limit], start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number}: expected a JSON object: {error}") from error
         if not isinstance(row, dict):
             raise InputError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")

@@ -428,6 +428,23 @@ class BlockPool:
                 undo()
                 raise
 
+    def reclaim(self, tables: Sequence[BlockTable]) -> None:
+        """Take back what none of these tables names: an interrupt fell between two operations, and a table was lost.
+
+        Args:
+            tables: all that are still in use.
+        """
+        if not self.used_blocks:
+            return
+        named = Counter(block for table in tables if self.owns(table) for block in _held(table.blocks))
+        lost = [block for block, many in enumerate(self._allocator.references) for _ in range(many - named[block])]
+        undo = self._allocator.snapshot(lost)
+        try:
+            self._allocator.drop(lost)
+        except BaseException:
+            undo()
+            raise
+
     def owns(self, table: BlockTable) -> bool:
         """Whether the table was opened by this pool, since its last reset."""
         return table.generation == self._generation

@@ -20,22 +20,9 @@ from torch import Tensor
 from decodekit.cache import preempt, transfer
 from decodekit.cache.gathered import GatheredCache
 from decodekit.cache.prefix import Prompt
-from decodekit.cache.rows import Row, RowBook
+from decodekit.cache.rows import Row, Snapshot
 from decodekit.cache.steps import Step
 from decodekit.core.errors import InputError, Refused
-
-
-class Snapshot:
-    """The rows of a cache as they were; :meth:`PagedCache.restore` brings them back any number of times."""
-
-    def __init__(self, book: RowBook) -> None:
-        self._book = book
-        self.rows: list[Row] = [book.copy(row) for row in book.rows]
-
-    def release(self) -> None:
-        """Give up the blocks it holds."""
-        self._book.release(self.rows)
-        self.rows = []
 
 
 class PagedCache(GatheredCache):

@@ -31,17 +31,22 @@ class Rectangle:
         keeps: whether to keep any; for blocks that are quantized it would undo what that saves.
     """
 
+    _tables: Sequence[BlockTable]
+    _ends: list[int]
+    _kept: dict[int, tuple[Tensor, Tensor]]
+    _origin: int
+    _room: int
+    _adds: bool
+    _seen: slice
+
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self.clear()
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._tables: Sequence[BlockTable] = ()
-        self._ends: list[int] = []
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._origin = self._room = 0
-        self._adds, self._seen = False, slice(0)
+        # One call: an interrupt comes before or after it.
+        vars(self).update(_tables=(), _ends=[], _kept={}, _origin=0, _room=0, _adds=False, _seen=slice(0))
 
     def settle(self) -> None:
         """Let go of rows that are over, or were taken back."""
@@ -68,7 +73,7 @@ class Rectangle:
             self._origin = first
             self._room = room(stop - first) if goes_on and self._keeps else 0
             spare = max(self._room - (stop - first), 0)
-        self._tables, self._ends = tables, [length + query_length for length in lengths]
+        vars(self).update(_tables=tables, _ends=[length + query_length for length in lengths])
         self._seen = slice(first - self._origin, stop - self._origin)
         return spare
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
+from weakref import WeakSet
 
 from decodekit.cache.blocks import BlockTable
 from decodekit.cache.gather import Group
@@ -45,6 +46,21 @@ class Row:
     floor: int = 0
 
 
+class Snapshot:
+    """The rows of a cache as they were; :meth:`PagedCache.restore` brings them back any number of times."""
+
+    def __init__(self, book: RowBook) -> None:
+        self._book = book
+        self.rows: list[Row] = []
+        book.snapshots.add(self)
+        self.rows += map(book.copy, book.rows)
+
+    def release(self) -> None:
+        """Give up the blocks it holds."""
+        self._book.release(self.rows)
+        self.rows = []
+
+
 class _Resume(NamedTuple):
     """Where a row goes back to: a length with its states, or (``None``) what the prefix cache has."""
 
@@ -67,6 +83,7 @@ class RowBook:
     Attributes:
         rows: in the order of the batch.
         recording: keep what a rollback needs until the next rollback, which may drop nothing.
+        snapshots: those that were taken of them.
     """
 
     def __init__(
@@ -88,6 +105,7 @@ class RowBook:
         self._checkpoints, self.on_idle = checkpoints, on_idle
         self.rows: list[Row] = []
         self.recording = False
+        self.snapshots: WeakSet[Snapshot] = WeakSet()
 
     def open(self, prompts: Sequence[Prompt]) -> None:
         """Append a row a prompt, each with as many tokens as the prefix cache has for it."""
@@ -153,6 +171,10 @@ class RowBook:
     def release(self, rows: Sequence[Row]) -> None:
         """Give up what these rows hold."""
         self._release(rows)
+        if not self.rows:
+            kept = [row for snapshot in self.snapshots for row in snapshot.rows]
+            for number, group in enumerate(self._groups):
+                group.pool.reclaim([row.tables[number] for row in kept])
         self.on_idle()
 
     def advance(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], states: StateBatch | None) -> None:

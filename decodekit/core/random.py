@@ -24,7 +24,8 @@ TOKEN_LANE = 0
 SEARCH_LANE = 1 << 16
 DRAFT_LANE = 1 << 17
 VERIFY_LANE = 1 << 18
-"""The first lanes of a search strategy, of a drafter and of verification, beyond those of any number of rules."""
+AUDIT_LANE = 1 << 19
+"""The first lanes of a search strategy, of a drafter, of verification and of audits, beyond those of any number of rules."""
 
 
 class Stream(NamedTuple):

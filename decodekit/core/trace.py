@@ -1,11 +1,28 @@
 """The trace: a JSONL file of what decoding did, one header, then a record a token and a record an event.
 
-Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "prompt_ids", "rows": [{"prompt", "seed",
-"sample"}, ...]}``, the last two one entry a row. Token record: ``{"type": "token", "row", "position", "id", "text", "prob",
-"entropy", "legal", "shift", "alternatives": [{"stage", "top": [[id, text, prob], ...]}, ...]}`` and what the strategy notes
-(``premature_layer``, ``divergence``, ...); entropy is in nats, and so is shift, how far the strategy moved the model's own
-distribution: the Jensen-Shannon divergence between the two before any rule, from 0 to log 2. Event record: ``{"type":
-"event", "event", ...}``.
+Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "raw", "prompt_ids", "prompts", "inputs",
+"rows": [{"prompt", "seed", "sample"}, ...]}``: whether prompts skipped the chat template, then an entry a row, of ``prompts``
+the texts or chats and of ``inputs`` what came with them (a context, for example). A replay has ``replay``: ``{"of", "row",
+"at", "set"}``, the trace and row that it follows up to token ``at``, and what is set differently.
+
+Token record: ``{"type": "token", "prompt", "row", "position", "id", "text", "prob", "entropy", "legal", "shift", "branches",
+"alternatives"}``, ``draft``, the number of the node that it is, where it was drafted, and what the strategy notes
+(``premature_layer``, ``divergence``, ...). Entropy is in nats, and so is shift, how far the strategy moved the model's own
+distribution: the Jensen-Shannon divergence between the two before any rule, from 0 to log 2. ``branches`` are the
+distributions of the model in each branch, ``alternatives`` those after the strategy and after each rule: ``{"branch" or
+"stage": name, "prob": of this token, "legal": how many tokens may be chosen, "top": [[id, text, prob], ...]}``.
+
+Event record: ``{"type": "event", "event", ...}``:
+
+- ``draft``: what was forwarded behind a row, before its tokens: ``row, position, tokens: [[id, text], ...], parents`` (-1 is
+  the row itself), ``accepted``: nodes, ``forced``: by a constraint.
+- ``search``: a step of a search: ``row, position, hypotheses``: those that live on, each with its ``parent`` in the step
+  before, its total ``logprob`` and what a token record holds; ``ended``: those that are over, with ``score`` and ``reason``.
+- ``cache``: after a forward: ``step, caches: [{"model", "rows", "tokens", "groups": [{"used", "cached", "free",
+  "block_size", "layers"}, ...]}, ...]``.
+- ``candidates``: what was chosen from: ``row, candidates``, what the strategy reports, ``rows`` and ``ranking`` of the
+  candidates, a matrix of ``utilities``.
+- ``finished``: ``row, finish_reason``, and ``error``.
 """
 
 from __future__ import annotations
@@ -51,12 +68,12 @@ class TraceWriter:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(record, ensure_ascii=False, default=repr) + "\n")
         self._file.flush()
 
 
 def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """The header and the records of a trace.
+    """The header and the records of a trace; a record that was cut off is an error when its turn comes.
 
     Raises:
         InputError: not a trace, or one of another version.
@@ -69,8 +86,18 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any
     try:
         header = json.loads(lines[0])
         found = header["trace"]
-    except (IndexError, ValueError, TypeError, KeyError) as error:
+    except (IndexError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path} is not a decodekit trace: its first line has no trace version") from error
     if found != TRACE_VERSION:
         raise InputError(f"{path} is a trace of version {found}; this decodekit reads version {TRACE_VERSION}")
-    return header, (json.loads(line) for line in lines[1:])
+    return header, (_record(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2))
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: no record of a trace: {error}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{place}: expected a record, a JSON object, got {type(record).__name__}")
+    return record

@@ -98,6 +98,11 @@ def _fallback(recipe: Recipe) -> Iterator[Clash]:
         yield Clash(("fallback",), "there are no rules to relax; give rules, or leave fallback out")
 
 
+def _audit(recipe: Recipe) -> Iterator[Clash]:
+    if recipe.audit and getattr(recipe.cache, "window", None) is not None:
+        yield Clash(("audit",), "without a cache nothing forgets what a window drops; leave audit or window out")
+
+
 def _lengths(recipe: Recipe) -> Iterator[Clash]:
     options = recipe.generation
     for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
@@ -120,4 +125,4 @@ def _warpers(recipe: Recipe) -> Iterator[Clash]:
             yield Clash(("generation", option), "has no effect beside rules, which replace it; write it as a rule")
 
 
-_CHECKS = (_beams, _copies, _chosen, _sampling, _forks, _drafter, _fallback, _lengths, _sinks, _warpers)
+_CHECKS = (_beams, _copies, _chosen, _sampling, _forks, _drafter, _fallback, _audit, _lengths, _sinks, _warpers)

@@ -121,6 +121,13 @@ class Recipe(BaseModel):
         description="what becomes of a row whose rules leave no token: it fails, relaxes its rules, ends (eos), or "
         "decodes from the raw logits",
     )
+    audit: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the steps whose logits are computed again without a cache and compared; what came of it is "
+        "`audit` in the output's stats",
+    )
     generation: Annotated[Generation, BeforeValidator(_generation)] = Field(
         default_factory=Generation, description="options of generate; the call's own win over them"
     )

@@ -217,9 +217,7 @@ class Batch:
         for job in self._timed:
             if now >= job.deadline and job.outputs is None:
                 for task in job.tasks:
-                    for sequence in task.live:
-                        sequence.finish("time")
-                    task.finish()
+                    task.finish("time")
                 self._end(job)
         self._timed = [job for job in self._timed if job.outputs is None]
 
@@ -313,6 +311,9 @@ class Batch:
             own["forwarded_tokens"] = sum(
                 session.forwarded.pop(row, 0) for session in self.sessions for row in task.rows
             )
+            if lane.auditor is not None:
+                own["audit"] = lane.auditor.certificate(task.root.request.id)
+                lane.auditor.forget(task.root.request.id)
             paths = sorted({path for session in self.sessions for path in session.cache.paths})
             counted.append(own | {"path": ", ".join(paths) or "torch"})
         job.finish(counted)

@@ -61,6 +61,7 @@ def branches_of(
             rooms.append(len(prompt) + context - length)
     sequence.request = dataclasses.replace(sequence.request, prompt_ids=prompt)
     sequence.limits = dataclasses.replace(sequence.limits, context=min(rooms, default=None))
+    sequence.prompts = {branch.name: branch.prompt_ids for branch in own}
     return {branch.name: branch for branch in own}
 
 

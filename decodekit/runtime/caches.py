@@ -113,12 +113,16 @@ def paged_cache(
     )
 
 
-def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str | None:
-    config = settings.config
-    unknown = sorted(
+def more_than_ids(prepared: compat.Prepared) -> list[str]:
+    """What the forwards are given beside token ids: images, embeddings."""
+    return sorted(
         name for name, value in prepared.model_kwargs.items() if name not in _KNOWN_INPUTS and value is not None
     )
-    if unknown:
+
+
+def _why_not(prepared: compat.Prepared, settings: Settings, given: Any) -> str | None:
+    config = settings.config
+    if unknown := more_than_ids(prepared):
         return f"the forward takes more than ids: {', '.join(unknown)}"
     if not config.use_cache:
         return "use_cache is off"

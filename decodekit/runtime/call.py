@@ -11,8 +11,9 @@ from typing import Any
 from decodekit.core import compat
 from decodekit.core.errors import DecodekitError, RowError
 from decodekit.recipe import Recipe
+from decodekit.runtime.auditing import Auditor
 from decodekit.runtime.branches import hidden_layers, sessions_of
-from decodekit.runtime.caches import context_length
+from decodekit.runtime.caches import context_length, more_than_ids
 from decodekit.runtime.choosing import Chooser
 from decodekit.runtime.constraining import Constraints, Forcing
 from decodekit.runtime.drafting import BLOCK_SIZE, Host
@@ -143,7 +144,10 @@ def make_lane(
         keep_stages=given.keep_stages,
         confines=confines,
     )
-    return Lane(plan, pipeline, Scoring(plan, sessions), chooser, hidden_layers(plan, model))
+    lane = Lane(plan, pipeline, Scoring(plan, sessions), chooser, hidden_layers(plan, model))
+    if work.recipe.audit and not given.scoring:
+        lane.auditor = Auditor(work.recipe.audit, sessions, more_than_ids(work.prepared))
+    return lane
 
 
 def constrain(constraints: Constraints, sequences: Sequence[SequenceState]) -> None:

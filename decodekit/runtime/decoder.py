@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, overload
 
 import torch
@@ -94,9 +95,11 @@ class Decoder:
             call = assemble(model, prepared, self.recipe, given)
             stream.start(call.prepared.input_ids)
             recorder = Recorder(call)
-            for record in call.loop.run():
-                stream.put(record)
-                recorder.take(record)
+            # Closed at once where a streamer fails: an error that somebody keeps would hold its blocks.
+            with closing(call.loop.run()) as records:
+                for record in records:
+                    stream.put(record)
+                    recorder.take(record)
             results = call.results()
             stream.finish(call.tasks)
             _report_failures(results)
@@ -181,7 +184,8 @@ class Decoder:
         # What happens at the end of the output (a forced EOS) happens where the decoder's own limit is.
         length = generation_options.get("max_new_tokens", self.recipe.generation.max_new_tokens) or 0
         options = {**generation_options, "max_new_tokens": max(length, *map(len, tokens))}
-        scores = self._texts(model, tokenizer, [{"prompt": text, **inputs}] * len(tokens), options).score(tokens)
+        scored = self._texts(model, tokenizer, [{"prompt": text, **inputs}] * len(tokens), options).score(tokens)
+        scores = [[token.logprob for token in own] for own in scored]
         return scores[0] if isinstance(continuation, str) else scores
 
     def _texts(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> TextCall:

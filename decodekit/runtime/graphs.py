@@ -59,6 +59,8 @@ class Graphs:
             return f"a {type(other).__name__} decides between steps"
         if any(task.root.constraint is not None for task in tasks):
             return "a constraint"
+        if any(task.root.given for task in tasks):
+            return "tokens that were given"
         return self._pipeline.why_not_captured()
 
     def takes(self, live: Sequence[tuple[Task, SequenceState]]) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from decodekit.core.drafts import Draft
 from decodekit.core.types import BranchOutputs, Outputs
+from decodekit.runtime.auditing import Auditor
 from decodekit.runtime.choosing import Chooser, StepRecord, select_positions
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.plan import Plan
@@ -42,6 +43,7 @@ class Lane:
         layers: hidden layers that are read.
         tasks: those that are being decoded.
         speculation: what drafts for them, if anything does.
+        auditor: checks some of their steps, if any are to be.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Lane:
     layers: tuple[int, ...] = ()
     tasks: list[Task] = field(default_factory=list)
     speculation: Speculation | None = None
+    auditor: Auditor | None = None
     _rows: set[int] = field(default_factory=set)
 
     @property
@@ -167,6 +170,8 @@ class Turn:
             places = [walk.place for walk in going]
             whole = places == list(range(len(scores)))
             at = self.outputs if whole else select_positions(self.outputs, *places)
+            if lane.auditor is not None:
+                lane.auditor.check([walk.sequence for walk in going], at)
             records.append(lane.chooser.take(going, at, scores if whole else scores[places]))
             going = [walk for walk in going if walk.goes_on]
         return records

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -30,6 +30,7 @@ class Loop:
 
     Attributes:
         graphs: take the steps that need nothing from the host, if there are any.
+        forwards: so far, each of all live rows.
     """
 
     def __init__(self, sessions: Sequence[Session], lanes: Sequence[Lane]) -> None:
@@ -37,6 +38,7 @@ class Loop:
         self.sessions, self.lanes = list(sessions), list(lanes)
         self.started = time.perf_counter()
         self.prefilled: float | None = None
+        self.forwards = 0
         # Rows that the sessions know of, and those of them whose prompts are through.
         self.known: set[int] = set()
         self.held: set[int] = set()
@@ -51,7 +53,7 @@ class Loop:
         """Whether tokens are forwarded that may have to be taken back."""
         return any(lane.speculation is not None and lane.tasks for lane in self.lanes)
 
-    def run(self) -> Iterator[StepRecord]:
+    def run(self) -> Generator[StepRecord, None, None]:
         """Decode until every task is over, a record a token that each live sequence gets."""
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -95,6 +97,7 @@ class Loop:
                 if sequence.constraint is not None:
                     sequence.constraint.prefetch()
         self._forward(turns, budget)
+        self.forwards += 1
         records = [record for turn in turns for record in self.choose(turn)]
         self._settle(turns)
         return records

@@ -88,9 +88,11 @@ class PagedSession(Session):
         self._first: dict[Key, BranchOutputs] = {}
         # Tokens that a rollback went back over, to be forwarded before the next ones.
         self._again: dict[Key, list[int]] = {}
-        self._recording = False
+        # What an interrupted call may have left.
+        cache.abort()
         cache.release(range(len(cache.rows)))
-        self.record(rollbacks)
+        cache.deactivate_past_recording()
+        self._recording, self._rollbacks = False, rollbacks
 
     @property
     @override
@@ -105,9 +107,9 @@ class PagedSession(Session):
     def record(self, rollbacks: bool) -> None:
         """Whether steps from now on are followed by :meth:`rollback`."""
         if rollbacks != self._recording:
-            self._recording = rollbacks
             change = self._cache.activate_past_recording if rollbacks else self._cache.deactivate_past_recording
             change()
+            self._recording = rollbacks
 
     def expect(self, row: int, prompts: Mapping[str, Ids], *, keep_prompt: bool = False) -> None:
         """A row more: the prompt of each of its branches.
@@ -146,6 +148,8 @@ class PagedSession(Session):
 
     @override
     def feed(self, rows: Sequence[int], budget: int | None = None) -> set[int]:
+        if self._rollbacks:
+            self.record(True)  # not before: only what has begun is closed
         self.open(rows)
         place_of = self._places()
         chosen = self._chunks(rows, budget)

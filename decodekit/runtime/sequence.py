@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,8 @@ class SequenceState:
         states: a rule, its state.
         times: when each token was committed, ``time.perf_counter`` seconds.
         constraint: its place in the language that it must belong to.
+        prompts: a branch, the prompt that it began with.
+        given: the tokens that it begins with, whatever would have been chosen.
     """
 
     request: Request
@@ -53,6 +56,8 @@ class SequenceState:
     states: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     constraint: RowConstraint | None = None
+    prompts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    given: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 

@@ -50,7 +50,7 @@ def _read(schema: dict[str, Any] | Path) -> Any:
         return schema
     try:
         return json.loads(schema.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the schema file {str(schema)!r} cannot be read: {error}") from error
 
 

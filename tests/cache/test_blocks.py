@@ -349,3 +349,17 @@ def test_without_prefix_cache_nothing_is_kept():
 def test_numbers_out_of_range_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         BlockPool(**{"num_blocks": 4, **arguments})
+
+
+def test_blocks_that_only_a_lost_table_names_are_taken_back():
+    pool = BlockPool(9, 2)
+    kept = compute(pool, [1, 2, 3])
+    pool.fork(kept)
+    compute(pool, [7, 8, 9, 7])
+    pool.reclaim([kept])
+    assert pool.used_blocks == 2
+    assert [pool._allocator.references[block] for block in kept.blocks] == [1, 1]
+    assert pool.resumable(Prompt([7, 8, 9, 7, 0]))[-1] == 4, "what they held can still be hit"
+    pool.release(kept)
+    pool.reclaim([])
+    assert pool.used_blocks == 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import textwrap
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +13,7 @@ from decodekit.cache.allocator import Allocator
 from decodekit.cache.blocks import BlockPool
 from decodekit.cache.host import GroupHost, HostTier
 from decodekit.cache.prefix import PrefixIndex
+from decodekit.testing.mutants import Mutant, planted
 from tests.cache.interrupts import Interrupted
 from tests.cache.machine import SEARCH, PoolMachine
 
@@ -148,23 +146,12 @@ QUICK = {
 }
 
 
-def plant(fault: Fault, monkeypatch) -> None:
-    module = sys.modules[fault.owner.__module__]
-    source = textwrap.dedent(inspect.getsource(getattr(fault.owner, fault.method)))
-    assert source.count(fault.right) == 1, "the line that is to be wrong has changed"
-    code = compile(
-        "from __future__ import annotations\n" + source.replace(fault.right, fault.wrong), module.__file__, "exec"
-    )
-    scope: dict = {}
-    exec(code, vars(module), scope)
-    monkeypatch.setattr(fault.owner, fault.method, scope[fault.method])
-
-
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, id=f.name, marks=[] if f.name in QUICK else pytest.mark.slow) for f in FAULTS]
 )
-def test_fault_is_found(fault, monkeypatch):
-    plant(fault, monkeypatch)
-    with pytest.raises((Exception, Interrupted, pytest.fail.Exception)) as found:
+def test_fault_is_found(fault):
+    target = f"{fault.owner.__module__}:{fault.owner.__qualname__}.{fault.method}"
+    mutant = Mutant(fault.name, target, fault.right, fault.wrong)
+    with planted(mutant), pytest.raises((Exception, Interrupted, pytest.fail.Exception)) as found:
         run_state_machine_as_test(PoolMachine, settings=settings(SEARCH, max_examples=1000, phases=[Phase.generate]))
     assert not isinstance(found.value, HypothesisException), "the machine is not deterministic"

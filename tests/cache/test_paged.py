@@ -221,7 +221,7 @@ def test_crop_drops_tokens(family, request):
         left = max(5 - drop, 0)
         assert cache.get_seq_length() == left
         expected = forward(model, torch.cat([ids[:, :left], other], dim=1))[:, left:]
-        assert torch.allclose(forward(model, other, cache), expected, atol=1e-5)
+        assert torch.allclose(forward(model, other, cache), expected, atol=1e-4)
     cache = PagedCache(model.config, num_blocks=64, block_size=4)
     forward(model, ids, cache)
     if CROP_TAKES_A_LENGTH:
@@ -547,3 +547,19 @@ def test_storage_grows_with_the_rows(dense, quantization):
     expected, _, whole = growing(1000)
     assert torch.equal(found, expected)
     assert before < after / 2 < whole / 40
+
+
+@pytest.mark.parametrize("family", ["sliding", "hybrid"])
+def test_a_lost_row_is_taken_back_and_a_snapshot_is_not(family, request):
+    model, prompt = request.getfixturevalue(family), tokens(11)
+    loop = opened(model, prompt, tokens(9, 1))
+    snapshot = loop.cache.snapshot()
+    loop.cache._book.copy(loop.cache.rows[1])  # as an interrupt between two operations leaves it
+    held = used(loop.cache)
+    loop.cache.release([0, 1])
+    assert used(loop.cache) == held, "the snapshot's"
+    loop.cache.restore(snapshot)
+    assert torch.allclose(loop.step([0], [[5]])[0, -1], forward(model, [[*prompt, 5]])[0, -1], atol=1e-4)
+    snapshot.release()
+    loop.cache.release([0, 1])
+    assert used(loop.cache) == [0] * len(loop.cache.groups)

@@ -6,7 +6,7 @@ import pytest
 
 from decodekit.constraints.json_schema import JsonSchema
 from decodekit.constraints.regex import Regex
-from decodekit.core import vetting
+from decodekit.core import registry, vetting
 from decodekit.core.errors import UnsupportedConstraint
 from decodekit.core.protocols import Constraint
 
@@ -75,7 +75,23 @@ def test_where_no_process_can_be_started_nothing_is_vetted(worker, monkeypatch) 
     assert not worker._works
 
 
+@linux
+def test_what_a_combination_is_made_of_counts(worker) -> None:
+    inner = [{"kind": "choice", "choices": ["a"]}, {"kind": "regex", "pattern": "a" * 20_000}]
+    vetting.vet(registry.create("constraints", {"kind": "any_of", "constraints": inner[:1]}))
+    assert worker._process is None
+    vetting.vet(registry.create("constraints", {"kind": "any_of", "constraints": inner}))
+    assert worker._process is not None
+
+
 BOMBS = {
+    "a bomb inside": {
+        "kind": "all_of",
+        "constraints": [
+            {"kind": "regex", "pattern": "[a-z]+"},
+            {"kind": "regex", "pattern": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"},
+        ],
+    },
     "nested quantifiers": {"kind": "regex", "pattern": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"},
     "a million repetitions": {"kind": "regex", "pattern": "(a|b){1000000}c"},
     "a reference to nowhere": {

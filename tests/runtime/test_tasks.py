@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from decodekit.core.candidates import Cancel, Decision, Failed, Finished, Progre
 from decodekit.core.errors import PluginError, RowError
 from decodekit.core.protocols import Rule, SearchStrategy, SequenceStrategy
 from decodekit.core.search import Advance, Ended
-from decodekit.recipe import Generation, Recipe
+from decodekit.recipe import Generation, Recipe, load_recipe
 from decodekit.runtime.decoder import Decoder
 
 pytestmark = pytest.mark.integration
@@ -305,3 +305,37 @@ def test_a_candidate_that_fails_is_reported_and_is_no_output(model, tokenizer) -
     # Asked for three, it gives the two that there are, in the order of the decision.
     assert [output.token_ids for output in outputs[:2]] == [told[2]["token_ids"], told[0]["token_ids"]]
     assert outputs[2].error == "prompt 0: 3 outputs were asked for and 2 came out"
+
+
+class Remembering(Rule):
+    """Its state is the output so far; anything else is an error."""
+
+    kind: Literal["remembering"] = "remembering"
+
+    def init_state(self, request):
+        return ()
+
+    def commit(self, state, token, logits):
+        return (*state, token)
+
+    def __call__(self, rows, logits):
+        for state, tokens, start, stop in zip(
+            rows.states, rows.tokens.tolist(), rows.prompt_lengths.tolist(), rows.lengths.tolist(), strict=True
+        ):
+            assert [*state] == tokens[start:stop]
+        return logits
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"strategy": {"kind": "beam", "num_beams": 4}},
+        {"strategy": {"kind": "self_consistency", "n": 3}, "generation": {"do_sample": True, "seed": 0}},
+        {"drafter": {"kind": "ngram", "schedule": "constant"}},
+    ],
+    ids=["beam", "candidates", "drafts"],
+)
+def test_rows_that_fork_keep_states_of_their_own(model, tokenizer, recipe) -> None:
+    recipe = load_recipe(recipe).model_copy(update={"rules": (Remembering(),)})
+    outputs = Decoder(recipe).run(model, tokenizer, ["1 2 1 2 1", "a"], raw=True, max_new_tokens=12)
+    assert [output.error for output in outputs] == [None, None]
