@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import sys
@@ -65,14 +66,22 @@ def map_rows(recipe: str, source: str, target: str, options: Options) -> int:
 
 
 def check_target(target: Path, resume: bool) -> dict[str, dict[str, Any]]:
-    """The rows that an output already has.
+    """The rows that an output already has; what a killed run of several processes left beside it is put into it.
 
     Raises:
         InputError: there are some, and nobody said that they are to stay.
     """
-    if not resume and target.exists() and target.stat().st_size:
+    left = shards_of(target)
+    if not resume and (left or (target.exists() and target.stat().st_size)):
         raise InputError(f"{target} exists; --resume goes on with its missing rows, or give another output file")
+    if left:
+        merge(target, left)
     return read_results(target)
+
+
+def shards_of(target: Path) -> list[Path]:
+    """The files into which several processes write their rows."""
+    return sorted(target.parent.glob(f"{glob.escape(target.name)}.*-of-*"))
 
 
 class Input:

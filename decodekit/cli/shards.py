@@ -8,9 +8,9 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from decodekit.cli.map import Options, check_target, merge, run_lines
+from decodekit.cli.map import Options, check_target, merge, run_lines, shards_of
 from decodekit.recipe import Recipe
-from decodekit.runtime.jsonl import Appender
+from decodekit.runtime.jsonl import Appender, read_results
 
 
 def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, world: int, rank: int) -> int:
@@ -22,10 +22,7 @@ def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, worl
     error: Exception | None = None
     if state.is_main_process:
         try:
-            left = _shards(target)
-            check_target(target, options.resume or not left)
-            if left:
-                merge(target, left)
+            check_target(target, options.resume)
         except Exception as problem:
             error = problem
     [failure, *_] = gather_object([error])
@@ -33,17 +30,13 @@ def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, worl
         if state.is_main_process:
             raise failure
         return 2
-    done = set(check_target(target, True))
+    done = set(read_results(target))
     own = target.with_name(f"{target.name}.{rank}-of-{world}")
     with closing(Appender(own)) as output:
         code = run_lines(recipe, str(source), output, options, done=done, shard=(rank, world))
     codes: list[int] = gather_object([code])
     if state.is_main_process:
-        merge(target, _shards(target))
+        merge(target, shards_of(target))
     state.wait_for_everyone()
     state.destroy_process_group()
     return max(codes)
-
-
-def _shards(target: Path) -> list[Path]:
-    return sorted(target.parent.glob(f"{target.name}.*-of-*"))
