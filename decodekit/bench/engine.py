@@ -45,7 +45,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
         outputs = way()
         seconds = time.perf_counter() - started
         tokens = sum(map(len, outputs))
-        row = {
+        row: dict[str, Any] = {
             "way": name,
             "requests": len(ids),
             "seconds": seconds,
