@@ -83,7 +83,7 @@ def test_a_result_is_found_by_its_request_and_a_cancelled_one_is_an_event() -> N
     requests = [engine.submit(tokens(4, number), id=f"r{number}", max_new_tokens=4 + number) for number in range(6)]
     assert requests[-1].result().token_ids == solo(tokens(4, 5), max_new_tokens=9)
     assert [name for name, _ in engine.results()] == [f"r{number}" for number in range(5)]
-    running, events = engine.submit(tokens(6, 9), max_new_tokens=400), []
+    running, events = engine.submit(tokens(6, 9), max_new_tokens=200), []
     reader = threading.Thread(target=lambda: events.append(running.result()))
     engine.step()
     reader.start()
