@@ -1,6 +1,6 @@
-"""Train Medusa and EAGLE heads for a model on what it writes itself, and show how many tokens a pass they bring.
+"""Train Medusa, EAGLE and MTP heads for a model on what it writes itself, and show how many tokens a pass they bring.
 
-The model answers some prompts; both heads learn from its hidden states over the answers, minutes on a CPU for the demo
+The model answers some prompts; the heads learn from its hidden states over the answers, minutes on a CPU for the demo
 model. They are saved as published heads are, with a fingerprint of the model, and tried on prompts not trained on:
 
     python examples/train_heads.py heads/
@@ -24,8 +24,11 @@ from torch import Tensor, nn
 import decodekit
 from decodekit.core.checkpoints import FINGERPRINT, fingerprint
 from decodekit.core.compat import text_config
+from decodekit.core.heads import final_norm
+from decodekit.core.sublayers import decoder_layers
 from decodekit.drafters.eagle import EagleHead, head_config
 from decodekit.drafters.medusa import make_heads
+from decodekit.drafters.mtp import MtpHead
 from decodekit.integrations.models import load_model
 from decodekit.runtime.text import encoder
 
@@ -78,6 +81,8 @@ def main() -> None:
     eagle, config = train_eagle(model, sequences, features, options.minutes)
     weights = {name.removeprefix("decoder."): tensor for name, tensor in eagle.state_dict().items()}
     save(options.out / "eagle", "model.safetensors", weights, config | mark)
+    mtp = train_mtp(model, sequences, features, options.minutes)
+    save(options.out / "mtp", "model.safetensors", published(mtp), mark)
 
     plain = decodekit.load({}).run(model, tokenizer, held_out, max_new_tokens=options.tokens)
     print(f"{'':24}tokens a pass  acceptance by position")
@@ -85,6 +90,7 @@ def main() -> None:
         "medusa": {"kind": "medusa", "max_tokens": 4},
         "eagle, chains": {"kind": "eagle", "max_tokens": 4},
         "eagle, trees": {"kind": "eagle", "max_tokens": 8, "branching": 3},
+        "mtp": {"kind": "mtp", "max_tokens": 3},
     }.items():
         recipe = {
             "drafter": {**drafter, "schedule": "constant", "head": str((options.out / drafter["kind"]).resolve())}
@@ -194,6 +200,49 @@ def train_eagle(
         if step % 200 == 0:
             print(f"eagle: step {step}, loss {loss.item():.3f}")
     return head, config
+
+
+def train_mtp(model: Any, sequences: list[tuple[list[int], int]], features: list[Tensor], minutes: float) -> MtpHead:
+    """The layer of arXiv:2412.19437, section 2.2, that a model without one is given afterwards: it begins as the last layer.
+
+    It learns what the model itself says one token later, by cross-entropy.
+    """
+    layers = decoder_layers(model)[2]
+    place = len(layers) - 1
+    head = MtpHead(model, place).to(model.device).float()
+    head.layer.load_state_dict(layers[place].state_dict())
+    head.norm.load_state_dict(final_norm(model).state_dict())
+    # At first the hidden state goes through as it is.
+    width = head.fc.weight.shape[0]
+    head.fc.weight.data = torch.cat([torch.zeros(width, width), torch.eye(width)], dim=1).to(model.device)
+    decoder = head.decoder(model, place)
+    _, rows = vocabulary(model, sequences)
+    embed = model.get_input_embeddings()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, betas=(0.9, 0.95))
+    ends, step = time.monotonic() + 60 * minutes, 0
+    while time.monotonic() < ends:
+        (ids, start), states = sequences[step % len(sequences)], features[step % len(sequences)]
+        with torch.no_grad():
+            embeddings = embed(torch.tensor([ids[1:]], device=model.device)).float()
+            probabilities = (states[start:] @ rows.T).softmax(-1)
+        fused = head.fuse(embeddings, states[:-1].unsqueeze(0))
+        guessed = decoder(inputs_embeds=fused, use_cache=False).last_hidden_state[0, start - 1 :]
+        loss = nn.functional.cross_entropy(guessed @ rows.T, probabilities)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimizer.step()
+        step += 1
+        if step % 200 == 0:
+            print(f"mtp: step {step}, loss {loss.item():.3f}")
+    return head
+
+
+def published(head: MtpHead) -> dict[str, Tensor]:
+    """Its weights under the names of Qwen3-Next."""
+    names = {"embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "layer": "layers.0"}
+    parts = [(name.partition("."), tensor) for name, tensor in head.state_dict().items()]
+    return {f"mtp.{names.get(outer, outer)}.{inner}": tensor for (outer, _, inner), tensor in parts}
 
 
 def save(folder: Path, name: str, weights: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -29,7 +29,13 @@ def reads(path: Path | None, limit: int | None) -> list[str]:
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a way: seconds, tokens, tokens a second, and how many times as fast as the first as that makes it."""
     texts = [_chat(tokenizer, prompt) for prompt in prompts]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    return compare(model, tokenizer, [tokenizer(text, add_special_tokens=False).input_ids for text in texts], status)
+
+
+def compare(
+    model: Any, tokenizer: Any, ids: Sequence[Sequence[int]], status: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The same for prompts of ids, which any model takes: speed does not depend on what weights and tokens say."""
     ways: list[tuple[str, Callable[[], list[list[int]]]]] = [
         (f"generate, padded batches of {BATCH}", lambda: _padded(model, tokenizer, ids)),
         (f"engine, {SLOTS} slots", lambda: _engine(model, tokenizer, ids)),

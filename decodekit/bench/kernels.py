@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,15 +23,25 @@ from decodekit.kernels.kv_write import kv_write
 from decodekit.kernels.kv_write import reference as torch_write
 from decodekit.kernels.layer_divergence import layer_divergence
 from decodekit.kernels.layer_divergence import reference as torch_divergence
+from decodekit.kernels.linear import gated_linear, linear
+from decodekit.kernels.linear import reference as torch_linear
 from decodekit.kernels.paged_attention import paged_attention, plan_attention
 from decodekit.kernels.sample import reference as torch_sample
 from decodekit.kernels.sample import sample
+from decodekit.kernels.top_token import reference as torch_top
+from decodekit.kernels.top_token import top_token
 
 ROUNDS = 20
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 """Of a Llama of 8 billion parameters."""
 VOCAB_SIZE = 128_256
+LINEARS = (
+    ("q, k, v", (4096, 1024, 1024), 4096),
+    ("o", (4096,), 4096),
+    ("gate, up", (14336, 14336), 4096),
+    ("down", (4096,), 14336),
+)
 ROWS_AND_LENGTHS = ((64, 8192), (8, 32768), (1, 131072), (128, 1024), (32, 2048), (1, 512))
 
 
@@ -61,9 +72,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
             "suite 'kernels' needs an NVIDIA GPU and Triton, and this machine lacks one of them; run another"
         )
     status("memory limit")
-    large = torch.randn(2**29, device=device)
-    bytes_a_ms = large.nbytes / _ms(large.sum, 1)
-    del large
+    bytes_a_ms = memory_speed(device)
     rows = []
     for case in _cases(device):
         status(f"{case.kernel} {case.shape}")
@@ -82,6 +91,12 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
             }
         )
     return rows
+
+
+def memory_speed(device: torch.device) -> float:
+    """Bytes a millisecond that reading gets from the GPU's memory."""
+    large = torch.randn(2**29, device=device)
+    return large.nbytes / _ms(large.sum, 1)
 
 
 def _ms(call: Callable[[], Any], repeats: int) -> float:
@@ -111,6 +126,9 @@ def _cases(device: torch.device) -> Iterator[Case]:
     normal = partial(torch.randn, device=device)
     for rows, length in ROWS_AND_LENGTHS:
         yield _attention(rows, length, device)
+    yield _shared_prefix(64, 8192, device)
+    for rows in (1, 8, 32):
+        yield from _layers(rows, device)
     stored, slots = normal(2 * KV_HEADS, 2**18, WIDTH, dtype=torch.bfloat16), torch.randperm(2**18, device=device)
     keys, values = stored[:KV_HEADS].transpose(0, 1), stored[KV_HEADS:].transpose(0, 1)
     for count in (32, 8192):
@@ -138,10 +156,42 @@ def _cases(device: torch.device) -> Iterator[Case]:
         masked = logits.clone()
         ours, theirs = (partial(op, masked, words) for op in (apply_bitmask, torch_bitmask.apply_bitmask))
         yield Case("apply_bitmask", shape, "masked_fill", ours, theirs, masked.nbytes)
+        ours, theirs = partial(top_token, logits), partial(torch_top.top_token, logits)
+        yield Case("top_token", shape, "max", ours, theirs, logits.nbytes)
         early = normal(8, rows, VOCAB_SIZE).log_softmax(-1)
         ops = layer_divergence, torch_divergence.layer_divergence
         ours, theirs = (partial(op, logits.log_softmax(-1), early) for op in ops)
         yield Case("layer_divergence", f"8 x {shape}", "torch", ours, theirs, logits.nbytes + early.nbytes)
+
+
+def _layers(rows: int, device: torch.device) -> Iterator[Case]:
+    """The products of a step, over more weights than the cache holds."""
+    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    for name, sizes, width in LINEARS:
+        hidden, weights = normal(rows, width), [[normal(size, width) for size in sizes] for _ in range(4)]
+
+        def each(op: Callable[..., Any], given: Any = hidden, weights: Any = weights) -> None:
+            for own in weights:
+                op(given, own)
+
+        ours = partial(each, lambda given, own: linear(given, own, [None] * len(own)))
+        theirs = partial(each, lambda given, own: [functional.linear(given, weight) for weight in own])
+        if name == "gate, up":
+            ours = partial(each, lambda given, own: gated_linear(given, *own))
+            theirs = partial(each, lambda given, own: torch_linear.gated_linear(given, *own))
+        nbytes = 4 * sum(weight.nbytes for weight in weights[0])
+        yield Case("linear", f"{rows} x {width} to {name}", "torch", ours, theirs, nbytes)
+
+
+def _shared_prefix(rows: int, length: int, device: torch.device) -> Case:
+    """Rows that share all their blocks; the peer is the same with blocks of each row's own."""
+    shared, apart = _attention(rows, length, device), _attention(rows, length, device)
+    query, keys, values, table, *rest = shared.ours.args  # type: ignore[attr-defined]
+    common = table[:1].expand(rows, -1).contiguous()
+    parts = plan_attention(query, keys, values, common, *rest, block_size=BLOCK_SIZE)
+    options = {**shared.ours.keywords, "parts": parts}  # type: ignore[attr-defined]
+    ours = partial(paged_attention, query, keys, values, common, *rest, **options)
+    return Case("paged_attention", f"{rows} x {length} shared", "apart", ours, apart.ours, shared.nbytes // rows)
 
 
 def _attention(rows: int, length: int, device: torch.device) -> Case:

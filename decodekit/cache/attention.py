@@ -23,6 +23,9 @@ from decodekit.kernels.paged_attention import Part, Work, paged_attention, plan_
 NAME = "decodekit"
 """The attention implementation's name, for ``set_attn_implementation``."""
 
+NAME_WITHOUT_MASKS = "decodekit_blocks"
+"""The same for forwards of one token a row: transformers makes no mask for it, which would only be checked."""
+
 _SCORE_CHANGES = ("position_bias", "sinks", "indices", "block_indices")
 """Keywords with which some models change the scores of single pairs of tokens, or choose among the keys."""
 
@@ -218,4 +221,5 @@ def attention(
 
 _sdpa = AttentionInterface()["sdpa"]
 AttentionInterface.register(NAME, attention)
+AttentionInterface.register(NAME_WITHOUT_MASKS, attention)
 AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])

@@ -25,6 +25,8 @@ class GatheredCache(SteppedCache):
         """Store the K/V of new tokens, [R, H, q, D]; returns those the queries see, [R, H, T, D]."""
         if (number := self._group_of.get(layer_idx)) is None:
             raise InputError(f"layer {layer_idx} keeps no K/V; those that do: {sorted(self._group_of)}")
+        if self.frame is not None:
+            return self.frame.write(layer_idx, key_states, value_states)
         batch, query_length = key_states.shape[0], key_states.shape[2]
         step = self._running(batch, layer_idx, written=True)
         if not step.query_length:
@@ -135,7 +137,7 @@ class GatheredCache(SteppedCache):
 
     def reset(self) -> None:
         """Forget all rows, all prefixes and all checkpoints; snapshots taken before cannot be restored."""
-        self._step = None
+        self._step = self._run = None
         self._book.rows = []
         self._checkpoints.clear()
         for group in self.groups:

@@ -48,6 +48,7 @@ class PagedCache(GatheredCache):
         sinks: first tokens of a row that full attention keeps beside ``window``; 4 is usual, with 0 most models break down.
         window: last tokens that full attention keeps, the newest included, for streams of any length (see
             :mod:`decodekit.cache.streaming`); layers with a window of their own keep it. ``None`` keeps all.
+        preallocate: have memory for all blocks from the start, at one place for good, as captured graphs need it.
 
     Attributes:
         groups: the cache groups.

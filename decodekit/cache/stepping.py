@@ -22,6 +22,7 @@ from decodekit.cache.layers import make_layers
 from decodekit.cache.preempt import Suspended
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
+from decodekit.cache.runs import Frame, Run
 from decodekit.cache.states import Checkpoints
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
@@ -38,6 +39,9 @@ class SteppedCache(Cache):
         device: where masks and positions are made.
         groups: the cache groups.
         paths: what attended to the blocks of the steps so far, see :attr:`Layout.path`.
+        heads_a_kv_head: query heads that share a K/V head.
+        frame: whose forward is going on, of those that take many steps at once.
+        captured: graphs over its K/V by what tells them apart; whoever gives the cache up clears them.
     """
 
     def __init__(
@@ -57,12 +61,13 @@ class SteppedCache(Cache):
         keep_gathered: bool = True,
         sinks: int = 0,
         window: int | None = None,
+        preallocate: bool = False,
     ) -> None:
         if host_bytes < 0:
             raise InputError(
                 f"host_bytes is {host_bytes}; give the bytes of host memory for evicted blocks, 0 for none"
             )
-        _check_heads(config.get_text_config(decoder=True))
+        self.heads_a_kv_head = _check_heads(config.get_text_config(decoder=True))
         kinds = compat.cache_layers(config)
         super().__init__(layers=make_layers(kinds))
         self._config = config
@@ -92,6 +97,10 @@ class SteppedCache(Cache):
         ]
         if quantization is not None:
             _check_quantization(quantization, dtype, self.groups)
+        self.preallocated = preallocate
+        if preallocate:
+            for group in self.groups:
+                group.stored = num_blocks
         self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         self._state_layers = {number for number, kind in enumerate(kinds) if kind.states}
         self._continues = not self._state_layers or compat.continues(config)
@@ -106,6 +115,9 @@ class SteppedCache(Cache):
         )
         self._suspended: WeakSet[Suspended] = WeakSet()
         self._step: Step | None = None
+        self._run: Run | None = None
+        self.frame: Frame | None = None
+        self.captured: dict[Any, list[Any]] = {}
         self.paths: set[str] = set()
 
     @property
@@ -159,8 +171,7 @@ class SteppedCache(Cache):
     def _reserve(self, step: Step, query_length: int) -> None:
         copies = step.reserve(self.groups, query_length)
         for group, copied in zip(self.groups, copies, strict=True):
-            self._make_room(group)
-            self._copy(group, copied)
+            self.settle_copies(group, copied)
 
     def _make_room(self, group: Group) -> None:
         """Let the stores hold all blocks that were handed out, and as many again, so that they seldom grow."""
@@ -222,7 +233,58 @@ class SteppedCache(Cache):
             self._book.fork([])
         self._book.on_idle()
 
+    def why_no_run(self) -> str | None:
+        """Why rows of this cache cannot take many steps at once; ``None``: they can."""
+        if self._state_layers:
+            return "recurrent layers"
+        if self._quantization is not None:
+            return f"K/V kept as {self._quantization}"
+        if self.stream is not None:
+            return "a cache with a window"
+        if not self.preallocated:
+            return "a cache whose memory grows"
+        return None if self.groups else "a model without K/V"
+
+    def begin_run(self, rows: Sequence[int], tokens: Sequence[int], steps: int) -> Run:
+        """Take room for many steps of one token each of some rows; :meth:`Run.finish` ends them.
+
+        Args:
+            rows: [R] places in :attr:`rows`, each once.
+            tokens: [R] the first token that each forwards.
+            steps: how many, see :func:`~decodekit.cache.runs.most_steps`.
+
+        Raises:
+            Refused: this cache has none, see :meth:`why_no_run`.
+            OutOfBlocks: there is no room for all of it; nothing was taken.
+        """
+        self._check_idle("begin_run")
+        if (reason := self.why_no_run()) is not None:
+            raise Refused(f"{reason} cannot take many steps at once; begin them one by one")
+        self._run = Run(self, [self.rows[row] for row in rows], tokens, steps)
+        return self._run
+
+    def end_run(self, run: Run, tokens: Sequence[Sequence[int]]) -> None:
+        """What :meth:`Run.finish` does."""
+        try:
+            self._book.advance(run.rows, tokens, None)
+            for number, group in enumerate(self.groups):
+                for row in run.rows:
+                    group.pool.truncate(row.tables[number], row.length)
+        finally:
+            self._run = None
+        self._book.tidy(run.rows, [])
+        for number, group in enumerate(self.groups):
+            self._seal(number, group, run.rows)
+        self._book.on_idle()
+
+    def settle_copies(self, group: Group, copies: Sequence[Copy]) -> None:
+        """Have room for all blocks that were handed out, and copy those that rows no longer share."""
+        self._make_room(group)
+        self._copy(group, copies)
+
     def _check_idle(self, operation: str) -> None:
+        if self._run is not None:
+            raise InputError(f"{operation} inside a run; finish it first")
         if self._step is not None and self._step.explicit:
             raise InputError(f"{operation} inside a step; commit or abort it first")
         self._settle()
@@ -300,9 +362,11 @@ def _check_quantization(kind: str, dtype: torch.dtype | None, groups: Sequence[G
         raise Refused(f"quantization {kind!r} is of K/V, and this model keeps none, only states; leave it out")
 
 
-def _check_heads(config: Any) -> None:
+def _check_heads(config: Any) -> int:
+    """Query heads a K/V head; 1 where the config does not say."""
     heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
         raise Refused(
             f"{heads} query heads cannot share {kv_heads} K/V heads; the first must be a multiple of the second"
         )
+    return heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads else 1

@@ -88,6 +88,104 @@ def map_command(
 
 
 @app.command()
+def view(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl ...", help="several are shown side by side")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.html", help="the page to write")],
+) -> int:
+    """Show what decoding did, as one HTML page that works offline."""
+    from decodekit.cli.view import view_traces
+
+    return view_traces(traces, out)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="what run --trace wrote")],
+    at: Annotated[int, typer.Option("--at", metavar="N", min=0, help="the first token that may differ, from 0")],
+    settings: Settings = None,
+    row: Annotated[int, typer.Option("--row", metavar="R", min=0, help="which row of the trace")] = 0,
+    model: Model = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="NEW.jsonl", help="the new trace; beside the old one if left out"),
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--view", metavar="OUT.html", help="write a page with both")] = None,
+    json: Json = False,
+) -> int:
+    """Decode a traced row again from one token on, with other settings, and show both continuations."""
+    from decodekit.cli.replay import replay_trace
+
+    return replay_trace(
+        trace, at=at, settings=settings or [], row=row, model=model, out=out, page_to=page, as_json=json
+    )
+
+
+@app.command("eval")
+def evaluate(
+    recipe: RecipeFile,
+    task: Annotated[
+        str, typer.Option("--task", metavar="NAME", help="of lm-evaluation-harness, or a task's YAML file")
+    ],
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many documents")] = None,
+    model: Model = None,
+    settings: Settings = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="requests that are run side by side")] = 8,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    json: Json = False,
+) -> int:
+    """Evaluate a recipe on a task of lm-evaluation-harness (pip install 'decodekit[eval]')."""
+    from decodekit.cli.evaluate import evaluate_recipe
+
+    return evaluate_recipe(
+        recipe, task=task, limit=limit, model=model, settings=settings or [], batch=batch, raw=raw, as_json=json
+    )
+
+
+@app.command()
+def compare(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE ...", help="the others are compared with the first")],
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FILE", help="a JSONL file, a prompt and its reference a line")
+    ],
+    metric: Annotated[
+        str | None, typer.Option("--metric", metavar="NAME", help="number, contains, or a utility such as exact, chrf")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", metavar="TEXT", help="the prompt, with {fields} of a line")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option("--reference", metavar="FIELD", help="the field with what is expected")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many lines")] = None,
+    model: Model = None,
+    settings: Settings = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="rows that are decoded side by side")] = 10,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="where rows, report and plot go")] = Path(
+        "compare"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="go on with what is in DIR")] = False,
+    json: Json = False,
+) -> int:
+    """Say what recipes gain on a data file, what they cost, and whether plain samples would gain as much."""
+    from decodekit.cli.compare import compare_recipes
+
+    return compare_recipes(
+        recipes,
+        data=data,
+        metric=metric,
+        template=template,
+        reference=reference,
+        limit=limit,
+        model=model,
+        settings=settings or [],
+        batch=batch,
+        out=out,
+        resume=resume,
+        as_json_document=json,
+    )
+
+
+@app.command()
 def plugins(json: Json = False) -> int:
     """List every plugin, and what failed to load."""
     from decodekit.cli.listing import list_plugins
@@ -125,7 +223,7 @@ def export(
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="rule or strategy")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="rule, strategy, constraint, drafter, scorer or utility")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="the plugin's name, such as top_secret")],
 ) -> int:
     """Write a plugin package whose tests pass at once."""

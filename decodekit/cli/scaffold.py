@@ -20,7 +20,14 @@ from decodekit.core.errors import InputError, nearest
 from decodekit.core.protocols import Plugin
 from decodekit.recipe import load_recipe
 
-NEW_KINDS = {"rule": "rules", "strategy": "strategies"}
+NEW_KINDS = {
+    "rule": "rules",
+    "strategy": "strategies",
+    "constraint": "constraints",
+    "drafter": "drafters",
+    "scorer": "scorers",
+    "utility": "utilities",
+}
 
 
 def export_recipe(recipe: str, directory: Path, settings: Sequence[str]) -> int:
@@ -58,12 +65,14 @@ def new_plugin(kind: str, name: str) -> int:
     directory = Path(f"decodekit-{name.replace('_', '-')}")
     values = {
         "name": name,
+        "kind": kind,
         "dist": directory.name,
         "package": f"decodekit_{name}",
         "cls": _camel(name),
         "group": NEW_KINDS[kind],
     }
-    _write_all(kind, _fresh(directory), values)
+    for template in ("plugin", kind):
+        _write_all(template, _fresh(directory) if template == "plugin" else directory, values)
     results.print(f"wrote {directory}: pip install -e {directory} && pytest {directory}", markup=False, soft_wrap=True)
     return 0
 

@@ -100,12 +100,14 @@ class Decision:
         scores: of candidates by id, whatever was computed.
         report: what else is worth telling (votes, utilities), plain data for ``Output.stats``.
         notes: by id, plain data for that candidate's entry (its extracted answer, for example).
+        details: plain data that only a trace carries (a matrix of utilities, for example).
     """
 
     ranking: Sequence[int]
     scores: Mapping[int, float] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 Action = Start | Cancel | Wait

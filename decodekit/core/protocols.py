@@ -80,6 +80,10 @@ class Rule(Plugin):
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] logits to [P, V] logits of the same dtype."""
 
+    def as_filter(self) -> tuple[Literal["temperature", "top_k", "top_p", "min_p"], float] | None:
+        """Which filter of the ``sample`` kernel does the same, and its value; ``None``: none does."""
+        return None
+
     def init_state(self, request: Request) -> Any:
         """The state of a new row; ``None`` for a stateless rule. States are values: never changed in place."""
         return None

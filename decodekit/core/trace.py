@@ -1,11 +1,28 @@
 """The trace: a JSONL file of what decoding did, one header, then a record a token and a record an event.
 
-Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "prompt_ids", "rows": [{"prompt", "seed",
-"sample"}, ...]}``, the last two one entry a row. Token record: ``{"type": "token", "row", "position", "id", "text", "prob",
-"entropy", "legal", "shift", "alternatives": [{"stage", "top": [[id, text, prob], ...]}, ...]}`` and what the strategy notes
-(``premature_layer``, ``divergence``, ...); entropy is in nats, and so is shift, how far the strategy moved the model's own
-distribution: the Jensen-Shannon divergence between the two before any rule, from 0 to log 2. Event record: ``{"type":
-"event", "event", ...}``.
+Version 1. Header: ``{"decodekit": version, "trace": 1, "model", "recipe", "seed", "raw", "prompt_ids", "prompts", "inputs",
+"rows": [{"prompt", "seed", "sample"}, ...]}``: whether prompts skipped the chat template, then an entry a row, of ``prompts``
+the texts or chats and of ``inputs`` what came with them (a context, for example). A replay has ``replay``: ``{"of", "row",
+"at", "set"}``, the trace and row that it follows up to token ``at``, and what is set differently.
+
+Token record: ``{"type": "token", "prompt", "row", "position", "id", "text", "prob", "entropy", "legal", "shift", "branches",
+"alternatives"}``, ``draft``, the number of the node that it is, where it was drafted, and what the strategy notes
+(``premature_layer``, ``divergence``, ...). Entropy is in nats, and so is shift, how far the strategy moved the model's own
+distribution: the Jensen-Shannon divergence between the two before any rule, from 0 to log 2. ``branches`` are the
+distributions of the model in each branch, ``alternatives`` those after the strategy and after each rule: ``{"branch" or
+"stage": name, "prob": of this token, "legal": how many tokens may be chosen, "top": [[id, text, prob], ...]}``.
+
+Event record: ``{"type": "event", "event", ...}``:
+
+- ``draft``: what was forwarded behind a row, before its tokens: ``row, position, tokens: [[id, text], ...], parents`` (-1 is
+  the row itself), ``accepted``: nodes, ``forced``: by a constraint.
+- ``search``: a step of a search: ``row, position, hypotheses``: those that live on, each with its ``parent`` in the step
+  before, its total ``logprob`` and what a token record holds; ``ended``: those that are over, with ``score`` and ``reason``.
+- ``cache``: after a forward: ``step, caches: [{"model", "rows", "tokens", "groups": [{"used", "cached", "free",
+  "block_size", "layers"}, ...]}, ...]``.
+- ``candidates``: what was chosen from: ``row, candidates``, what the strategy reports, ``rows`` and ``ranking`` of the
+  candidates, a matrix of ``utilities``.
+- ``finished``: ``row, finish_reason``, and ``error``.
 """
 
 from __future__ import annotations
@@ -51,7 +68,7 @@ class TraceWriter:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(record, ensure_ascii=False, default=repr) + "\n")
         self._file.flush()
 
 

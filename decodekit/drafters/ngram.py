@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from decodekit.core.drafts import MOST_EVIDENCE, Draft, DraftHost, DraftRow, DraftState
+from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState, confidence
 from decodekit.core.protocols import Drafter
 
 MOST_PLACES = 256
@@ -53,7 +53,7 @@ class _Lookup(DraftState):
                 index = self._rows[row.row] = _Index(row.prompt_ids, self._options)
             index.extend(row.tokens)
             match, tokens = index.continuation(budget)
-            drafts.append(Draft(tokens, evidence=min(match, MOST_EVIDENCE)))
+            drafts.append(Draft(tokens, confidence=[confidence(match + place) for place in range(len(tokens))]))
         return drafts
 
     def release(self, rows: Sequence[int]) -> None:

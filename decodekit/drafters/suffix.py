@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from threading import Lock
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from decodekit.core.drafts import MOST_EVIDENCE, Draft, DraftHost, DraftRow, DraftState
+from decodekit.core.drafts import DOUBT, Draft, DraftHost, DraftRow, DraftState, confidence
 from decodekit.core.protocols import Drafter
 from decodekit.core.shared import PerModel
 
 BETWEEN = -1
 """Stands between the texts of one automaton; no text holds it."""
+
+DOUBT_EARLIER = 10.0
+"""As ``DOUBT``, of what followed in texts of earlier requests; fitted as it is."""
 
 MOST_COUNTED = 64
 """Suffixes of a token whose counts are kept up, longest first, so that no text makes a step long."""
@@ -22,10 +27,10 @@ MOST_COUNTED = 64
 class Suffix(Drafter):
     """Suffix automata over the text of a row and over earlier requests of the same model.
 
-    Oliaro et al., 2024, arXiv:2411.04975: the longest suffix of the text that occurred before, and from there the token that
-    followed most often, again and again, for at most twice the length of the match. Helps wherever texts repeat themselves or
-    each other: agents, templates, lists, retrieval. What earlier requests held shows in seconds, never in tokens: share a model
-    between people who must not learn even that with ``memory: 0``.
+    Oliaro et al., 2024, arXiv:2411.04975: the longest suffix of the text that occurred before, in it or in others, and from
+    there the token that followed most often, again and again; of these drafts the one of which most tokens are likely to be
+    accepted. Helps wherever texts repeat themselves or each other: agents, templates, lists, retrieval. What earlier requests
+    held shows in seconds, never in tokens: share a model between people who must not learn even that with ``memory: 0``.
 
     Cost: amortised O(1) a token; about 0.5 kB a token remembered; no model.
     """
@@ -33,7 +38,7 @@ class Suffix(Drafter):
     cost: ClassVar[str] = "O(1) a token"
 
     kind: Literal["suffix"] = "suffix"
-    max_tokens: int = Field(8, ge=1, le=256, description="most tokens of a draft")
+    max_tokens: int = Field(10, ge=1, le=256, description="most tokens of a draft")
     memory: int = Field(1 << 17, ge=0, description="most tokens of earlier requests that are remembered for a model")
 
     def start(self, host: DraftHost) -> DraftState:
@@ -113,9 +118,16 @@ class Automaton:
         following = self._next[state].get(token)
         return (0, 0) if following is None else (following, match + 1)
 
-    def continuation(self, state: int, most: int) -> list[int]:
-        """What followed most often, at each step; the latest of those that did as often."""
-        tokens = list[int]()
+    def continuation(self, state: int, match: int, most: int, doubt: float) -> Draft:
+        """What followed most often, at each step; the latest of those that did as often.
+
+        Args:
+            state: to go on from.
+            match: tokens of another text, or later in this, that led there.
+            most: tokens.
+            doubt: as of :func:`decodekit.core.drafts.confidence`.
+        """
+        tokens, likely = list[int](), list[float]()
         while len(tokens) < most:
             following = self._next[state]
             choice = max(
@@ -125,9 +137,11 @@ class Automaton:
             )
             if choice == BETWEEN:
                 break
-            tokens.append(choice)
+            total = sum(self._count[after] for after in following.values())
             state = following[choice]
-        return tokens
+            likely.append(confidence(match + len(tokens), self._count[state], total, doubt))
+            tokens.append(choice)
+        return Draft(tokens, confidence=likely)
 
 
 class Corpus:
@@ -161,8 +175,7 @@ class _Suffixes(DraftState):
             known = self._rows.setdefault(row.row, _Row())
             with self._corpus.lock:
                 known.read(row.ids, self._corpus.automata)
-                match, tokens = known.continuation(budget)
-            drafts.append(Draft(tokens, evidence=min(match, MOST_EVIDENCE)))
+                drafts.append(known.draft(budget))
         return drafts
 
     def release(self, rows: Sequence[int]) -> None:
@@ -193,8 +206,14 @@ class _Row:
                 self._places[own] = own.walk(*self._places[own], token)
         self.ids += new
 
-    def continuation(self, budget: int) -> tuple[int, list[int]]:
-        """How many tokens match, and what followed them; the text's own past comes first among equals."""
-        places = [(self._own, *self._own.repeated()), *((own, *place) for own, place in self._places.items())]
-        best, state, match = max(places, key=lambda place: place[2])
-        return (match, best.continuation(state, min(budget, 2 * match))) if match else (0, [])
+    def draft(self, budget: int) -> Draft:
+        """What followed the longest suffix in its own past or in an earlier text; its own comes first among equals."""
+        places = [(self._own, *self._own.repeated(), DOUBT)]
+        places += [(own, *place, DOUBT_EARLIER) for own, place in self._places.items()]
+        drafts = [own.continuation(state, match, budget, doubt) for own, state, match, doubt in places if match]
+        return max(drafts, key=_hits, default=Draft())
+
+
+def _hits(draft: Draft) -> float:
+    """How many of its tokens are likely to be accepted."""
+    return sum(accumulate(draft.confidence, mul))

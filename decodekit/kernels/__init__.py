@@ -12,3 +12,11 @@ _HAS_TRITON = find_spec("triton") is not None
 def triton_runs(device: torch.device) -> bool:
     """Whether ops on tensors of this device run their Triton kernels: on a GPU, where Triton is installed."""
     return device.type == "cuda" and _HAS_TRITON
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel here may begin before the one ahead of it has ended: programmatic dependent launch, Hopper and newer.
+
+    Such a kernel reads nothing that others write before it has waited for them (``gdc_wait``), and every program waits.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

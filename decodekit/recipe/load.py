@@ -20,6 +20,8 @@ from decodekit.recipe.schema import Recipe, plain
 from decodekit.recipe.source import MAX_BYTES, Key, Node, Origin, Source, from_python, parse
 
 MAX_FILES = 32
+GENERATION_CONFIG = "generation_config.json"
+"""A model's own options, in which a recipe travels under the key ``decodekit``."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | Recipe
@@ -31,7 +33,8 @@ def load_recipe(
     """Read, merge and validate a recipe.
 
     Args:
-        source: a YAML file, a JSON file (``.json``), the same as a mapping, or a recipe to be changed.
+        source: a YAML file, a JSON file (``.json``), a model's ``generation_config.json`` that holds one, the same as a
+            mapping, or a recipe to be changed.
         overrides: sections merged over it, as over a recipe that is extended.
         set_values: ``a.b=c`` each, merged last; the value is YAML, and a number in the path is a place in a list.
 
@@ -131,7 +134,13 @@ class _Reader:
             names = " -> ".join(_label(link) for link in (*chain[chain.index(whole) :], whole))
             raise RecipeError(f"a recipe cannot extend itself: {names}", path="extends", origin=str(named_by))
         source = self._source(label, path.absolute().parent)
-        return self._extended(parse(data, source, is_json=path.suffix.lower() == ".json"), (*chain, whole))
+        node = parse(data, source, is_json=path.suffix.lower() == ".json")
+        if path.name == GENERATION_CONFIG and isinstance(node.value, dict):
+            if (carried := node.value.get("decodekit")) is None:
+                message = "holds no recipe; one travels in it as generation_config.decodekit = decoder.recipe.to_dict()"
+                raise RecipeError(message, origin=label)
+            node = carried.node
+        return self._extended(node, (*chain, whole))
 
     def _extended(self, node: Node, chain: tuple[Path, ...]) -> Node:
         """A recipe over those that it extends."""

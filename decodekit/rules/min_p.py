@@ -26,6 +26,10 @@ class MinP(Rule):
     kind: Literal["min_p"] = "min_p"
     p: float = Field(description="share of the best token's probability, in (0, 1]", gt=0, le=1)
 
+    def as_filter(self) -> tuple[Literal["min_p"], float]:
+        """See the base."""
+        return "min_p", self.p
+
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         best = logits.amax(-1, keepdim=True).to(torch.promote_types(logits.dtype, torch.float32))
         return torch.where(logits < best + math.log(self.p), -math.inf, logits)

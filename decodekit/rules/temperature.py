@@ -36,6 +36,10 @@ class Temperature(Rule):
             raise ValueError(f"t must be above 0, got {t:g}; for greedy decoding set generation: {{do_sample: false}}")
         return t
 
+    def as_filter(self) -> tuple[Literal["temperature"], float]:
+        """See the base."""
+        return "temperature", self.t
+
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         if self.t == 1:
             return logits

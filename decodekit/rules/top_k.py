@@ -26,6 +26,10 @@ class TopK(Rule):
     kind: Literal["top_k"] = "top_k"
     k: int = Field(description="how many tokens are kept; at most the vocabulary", ge=1)
 
+    def as_filter(self) -> tuple[Literal["top_k"], float]:
+        """See the base."""
+        return "top_k", self.k
+
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         positions, vocab_size = logits.shape
         if self.k > vocab_size:

@@ -30,6 +30,10 @@ class TopP(Rule):
     kind: Literal["top_p"] = "top_p"
     p: float = Field(description="mass to keep, in (0, 1]; 1 changes nothing", gt=0, le=1)
 
+    def as_filter(self) -> tuple[Literal["top_p"], float]:
+        """See the base."""
+        return "top_p", self.p
+
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         if self.p == 1:
             return logits

@@ -217,9 +217,7 @@ class Batch:
         for job in self._timed:
             if now >= job.deadline and job.outputs is None:
                 for task in job.tasks:
-                    for sequence in task.live:
-                        sequence.finish("time")
-                    task.finish()
+                    task.finish("time")
                 self._end(job)
         self._timed = [job for job in self._timed if job.outputs is None]
 

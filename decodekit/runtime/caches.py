@@ -18,6 +18,7 @@ from decodekit.kernels import triton_runs
 from decodekit.recipe import PagedSpec, Recipe
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.settings import Settings
+from decodekit.runtime.shelf import borrow
 
 _DEFAULT_BUDGET = 4 << 30
 
@@ -76,12 +77,15 @@ def paged_cache(
                 f"{needed} forks its rows or takes tokens back, which a dynamic cache cannot; leave cache out"
             )
         return None
-    if not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1:
+    on_gpu = triton_runs(model.device)
+    alone = not asked and not plan.wants_blocks and sum(len(rows) for rows in prompts.values()) == 1
+    if alone and not on_gpu:
         return None  # one row pads nothing and shares nothing: transformers' own cache does less for it
     reason = _why_not(prepared, settings, given)
     if reason is None:
         try:
-            compat.cache_layers(model.config)
+            if any(layer.states for layer in compat.cache_layers(model.config)) and alone:
+                return None  # nor can a graph hold its states
         except Refused as error:
             reason = str(error)
     if reason is not None:
@@ -91,6 +95,10 @@ def paged_cache(
             raise Refused(f"cache: {{kind: paged}} cannot be used here: {reason}; leave it out or say dynamic")
         return None
     blocks, keep_gathered = _blocks(model, spec, settings, prompts, plan)
+    plain = spec.quantization is None and spec.window is None
+    # Whoever gets the cache itself may keep it.
+    if on_gpu and plain and plan.is_plain and spec.budget is None and not settings.config.return_dict_in_generate:
+        return borrow(model, blocks, spec.block_size)
     return PagedCache(
         model.config,
         num_blocks=blocks,
@@ -101,6 +109,7 @@ def paged_cache(
         keep_gathered=keep_gathered,
         sinks=0 if spec.window is None else spec.sinks,
         window=spec.window,
+        preallocate=on_gpu and plain,
     )
 
 

@@ -17,6 +17,7 @@ from decodekit.runtime.caches import context_length, more_than_ids
 from decodekit.runtime.choosing import Chooser
 from decodekit.runtime.constraining import Constraints, Forcing
 from decodekit.runtime.drafting import BLOCK_SIZE, Host
+from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.lane import Lane
 from decodekit.runtime.loop import Loop
@@ -93,7 +94,21 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
                 step.chooser = lane.chooser
     loop = Loop(sessions, [lane])
     loop.started = started
+    if not scoring:
+        loop.graphs = Graphs(sessions, lane, watched=_watched(work))
     return Call(work.prepared, settings, tasks, work.outputs, loop, work.seed)
+
+
+def _watched(work: Work) -> str | None:
+    """What looks at every step on the host, if anything."""
+    config = work.settings.config
+    names = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    asked = next((name for name in names if getattr(config, name)), None) if config.return_dict_in_generate else None
+    if asked is not None:
+        return asked
+    if work.given.keep_stages:
+        return "a trace"
+    return "stopping criteria of the caller's own" if work.settings.criteria.own else None
 
 
 def make_lane(

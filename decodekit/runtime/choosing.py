@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from decodekit.core.drafts import Draft
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.random import SEARCH_LANE, uniform
 from decodekit.core.search import Group, Hypothesis
@@ -34,6 +35,8 @@ class StepRecord:
         taken: [P] whether the sequence took it: not one that failed, nor where a strategy chooses for itself.
         pieces: [P] text that became certain, of tasks whose tokens are final as they come.
         places: [P] the token's place in the output.
+        walks: [P] the drafts behind each, final once all records of the forward are made.
+        nodes: [P] the node of its draft that the token is, ``None`` where it is none.
         outputs: the branches' outputs and the strategy's annotations at these positions.
         picked: the tokens and logits of every stage.
     """
@@ -44,6 +47,8 @@ class StepRecord:
     taken: list[bool]
     pieces: list[str]
     places: list[int]
+    walks: Sequence[Walk]
+    nodes: list[int | None]
     outputs: Outputs
     picked: Picked
 
@@ -65,6 +70,7 @@ class Chooser:
 
     Attributes:
         shows_rows: rows grow together by a token a step, and are kept padded as ``generate`` shows them.
+        keeps_logprobs: whether each token's log-probability is noted.
         forks: new rows, with the row that each is to fork from before the next forward.
         speculation: chooses behind drafted tokens, if anything is drafted.
     """
@@ -88,7 +94,7 @@ class Chooser:
         self.speculation: Speculation | None = None
         self.new_row, self._pipeline, self._confines = new_row, pipeline, confines
         self._pad, self._criteria, self._prompt_hidden = pad, criteria, prompt_hidden
-        self._keep_logprobs, self._keep_stages = keep_logprobs, keep_stages
+        self.keeps_logprobs, self._keep_stages = keep_logprobs, keep_stages
         self._keep_raw = plan.sequence is not None
         self._confidence_top_k = plan.sequence.confidence_top_k if plan.sequence is not None else 0
         self._device = input_ids.device
@@ -131,6 +137,7 @@ class Chooser:
         )
         picked.failures.update(dead)
         view = self._view(walks, outputs, picked)
+        nodes = [walk.agreed for walk in walks]
         pieces, committed = [""] * len(walks), [False] * len(walks)
         taken: dict[int, int] = {}
         for task, own in _by_task(walks):
@@ -167,18 +174,56 @@ class Chooser:
         self._follow(walks, picked)
         places = [len(sequence.tokens) - 1 for sequence in sequences]
         owners = [walk.task for walk in walks]
-        return StepRecord(owners, sequences, view.tokens, committed, pieces, places, outputs, picked)
+        return StepRecord(owners, sequences, view.tokens, committed, pieces, places, walks, nodes, outputs, picked)
+
+    def accept(
+        self, live: Sequence[tuple[Task, SequenceState]], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> StepRecord:
+        """Rows of their own take tokens that were picked elsewhere, by rules that keep no state.
+
+        Args:
+            live: [P] the rows.
+            tokens: [P] of each.
+            logprobs: [P] of these; empty where nobody keeps them.
+        """
+        now = time.perf_counter()
+        pieces, taken = [""] * len(live), [False] * len(live)
+        for place, (task, sequence) in enumerate(live):
+            if logprobs:
+                sequence.logprobs.append(logprobs[place])
+            try:
+                piece = sequence.commit(tokens[place], now)
+            except RowError as error:
+                sequence.fail(str(error))
+                continue
+            taken[place], pieces[place] = True, piece if task.streams else ""
+        tasks, sequences = [task for task, _ in live], [sequence for _, sequence in live]
+        places = [len(sequence.tokens) - 1 for sequence in sequences]
+        picked = Picked(torch.tensor(tokens), torch.empty(0))
+        walks = [Walk(task, sequence, place, Draft()) for place, (task, sequence) in enumerate(live)]
+        nodes: list[int | None] = [None] * len(live)
+        return StepRecord(tasks, sequences, list(tokens), taken, pieces, places, walks, nodes, Outputs({}), picked)
+
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Rows have taken these tokens by :meth:`accept`: rules see them from now on."""
+        self._history.extend(tokens)
 
     def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
         view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
-        chosen = picked.tokens.unsqueeze(-1)
-        if self.speculation is not None:
-            for position, walk in enumerate(walks):
-                if len(walk.draft):
-                    logits, own = picked.final[position], view.tokens[position]
-                    view.tokens[position] = self.speculation.choose(walk, logits, own, sample=self._pipeline.sample)
+        chosen, other = picked.tokens.unsqueeze(-1), False
+        for position, walk in enumerate(walks):
+            given, place = walk.sequence.given, len(walk.sequence.tokens)
+            if place < len(given):
+                view.tokens[position], other = given[place], True
+                picked.failures.pop(position, None)
+                walk.agreed = walk.draft.child(walk.node, given[place])
+            elif self.speculation is not None and len(walk.draft):
+                logits, own = picked.final[position], view.tokens[position]
+                view.tokens[position] = self.speculation.choose(walk, logits, own, sample=self._pipeline.sample)
+                other = True
+        if other:
             chosen = torch.tensor(view.tokens, device=chosen.device).unsqueeze(-1)
-        if self._keep_logprobs:
+        if self.keeps_logprobs:
             view.final = picked.final.log_softmax(-1)
             view.logprobs = view.final.gather(-1, chosen).squeeze(-1).tolist()
         if self._keep_raw:
@@ -223,7 +268,7 @@ class Chooser:
             draw=lambda lane: uniform(request.stream, step, SEARCH_LANE + lane),
             sample=self._pipeline.sample,
             prompt_hidden=self._prompt_hidden(task.root.row),
-            state=task.state,
+            state=task.advance.state,
         )
         try:
             advance = task.step(group)

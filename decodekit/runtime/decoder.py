@@ -184,7 +184,8 @@ class Decoder:
         # What happens at the end of the output (a forced EOS) happens where the decoder's own limit is.
         length = generation_options.get("max_new_tokens", self.recipe.generation.max_new_tokens) or 0
         options = {**generation_options, "max_new_tokens": max(length, *map(len, tokens))}
-        scores = self._texts(model, tokenizer, [{"prompt": text, **inputs}] * len(tokens), options).score(tokens)
+        scored = self._texts(model, tokenizer, [{"prompt": text, **inputs}] * len(tokens), options).score(tokens)
+        scores = [[token.logprob for token in own] for own in scored]
         return scores[0] if isinstance(continuation, str) else scores
 
     def _texts(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> TextCall:

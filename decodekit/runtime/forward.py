@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from decodekit.cache.attention import NAME
+from decodekit.cache.attention import NAME, NAME_WITHOUT_MASKS
 from decodekit.cache.paged import PagedCache
+from decodekit.cache.runs import Frame
 from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length
 
 
@@ -128,3 +129,17 @@ class RaggedForward:
                 return self._model(
                     input_ids=input_ids, **{**given, "attention_mask": None}, **self._always, dk_cache=step
                 )
+
+    def framed(self, frame: Frame) -> Any:
+        """Forward the tokens of a frame, and count them: nothing of it waits for the device, so that a graph can hold it."""
+        frame.begin()
+        inputs = {"position_ids": frame.position_ids, "logits_to_keep": 1}
+        given = {name: value for name, value in inputs.items() if name in self._accepted}
+        self._cache.frame = frame
+        try:
+            with attention(self._model, NAME_WITHOUT_MASKS):
+                outputs = self._model(input_ids=frame.tokens.unsqueeze(1), **given, **self._always, dk_cache=frame)
+        finally:
+            self._cache.frame = None
+        frame.end()
+        return outputs

@@ -59,6 +59,15 @@ class History:
         self._tokens[index, self._lengths[index]] = tokens
         self._lengths[index] += 1
 
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Add several tokens to rows."""
+        for row, own in tokens.items():
+            start, stop = self._widths[row], self._widths[row] + len(own)
+            self._widen(stop)
+            slot = self._slots[row]
+            self._tokens[slot, start:stop] = torch.tensor(own, dtype=torch.long, device=self._device)
+            self._lengths[slot] = self._widths[row] = stop
+
     def rows(self, sequences: Sequence[SequenceState], eos: tuple[int, ...]) -> Rows:
         """What the rules are told about these sequences."""
         rows = [sequence.row for sequence in sequences]

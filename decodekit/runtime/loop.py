@@ -15,6 +15,7 @@ import torch
 
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.constraining import leaves_a_core
+from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.lane import Lane, Live, Parts, Room, Turn, merged
 from decodekit.runtime.session import Session
 from decodekit.runtime.speculation import Settled
@@ -26,12 +27,18 @@ class Loop:
     Args:
         sessions: what runs the branches, one a model; the first has the ``main`` branch.
         lanes: the requests, those of one recipe together.
+
+    Attributes:
+        graphs: take the steps that need nothing from the host, if there are any.
+        forwards: so far, each of all live rows.
     """
 
     def __init__(self, sessions: Sequence[Session], lanes: Sequence[Lane]) -> None:
+        self.graphs: Graphs | None = None
         self.sessions, self.lanes = list(sessions), list(lanes)
         self.started = time.perf_counter()
         self.prefilled: float | None = None
+        self.forwards = 0
         # Rows that the sessions know of, and those of them whose prompts are through.
         self.known: set[int] = set()
         self.held: set[int] = set()
@@ -50,7 +57,11 @@ class Loop:
         """Decode until every task is over, a record a token that each live sequence gets."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            while self.live:
+            while live := self.live:
+                if self.graphs is not None and self.prefilled is not None and self.graphs.takes(live):
+                    self.rearrange()
+                    if (yield from self.graphs.run(live)) or not self.live:
+                        continue
                 records = self.step()
                 if self.prefilled is None:
                     self.prefilled = time.perf_counter()
@@ -86,6 +97,7 @@ class Loop:
                 if sequence.constraint is not None:
                     sequence.constraint.prefetch()
         self._forward(turns, budget)
+        self.forwards += 1
         records = [record for turn in turns for record in self.choose(turn)]
         self._settle(turns)
         return records

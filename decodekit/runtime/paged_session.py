@@ -15,12 +15,15 @@ from decodekit.cache.attention import check_config
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.preempt import Suspended
 from decodekit.cache.prefix import Prompt
+from decodekit.cache.runs import Frame, Run
 from decodekit.core.errors import Refused
 from decodekit.core.few_rows import few_rows
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import RaggedForward
+from decodekit.runtime.fused import fused
 from decodekit.runtime.session import Ids, Session
+from decodekit.runtime.shelf import give_back
 
 
 class Key(NamedTuple):
@@ -332,13 +335,54 @@ class PagedSession(Session):
     @override
     @contextmanager
     def optimized(self) -> Iterator[None]:
-        with super().optimized(), few_rows(self.model):
+        with super().optimized(), few_rows(self.model), fused(self.model):
             yield
+
+    def why_no_run(self) -> str | None:
+        """Why its rows cannot take many steps at once; ``None``: they can."""
+        if self._recording:
+            return "rows that go back"
+        if len({own.device for own in self.model.parameters()}) > 1:
+            return "weights on several devices"
+        reads = self._reads and triton_runs(self.model.device)
+        return self._cache.why_no_run() if reads else "rows that are gathered"
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        """Tokens that each branch of these rows has in the cache."""
+        place_of = self._places()
+        return [self._cache.rows[place_of[key]].length for key in self._keys(rows)]
+
+    def begin_run(self, rows: Sequence[int], tokens: Ids, steps: int) -> Run:
+        """Begin many steps of one token each of rows, [R], which have the same branches, with the first token of each.
+
+        Raises:
+            OutOfBlocks: there is no room for all of it; nothing was taken.
+        """
+        place_of, fed = self._places(), dict(zip(rows, tokens, strict=True))
+        keys = self._keys(rows)
+        return self._cache.begin_run([place_of[key] for key in keys], [fed[key.row] for key in keys], steps)
+
+    def framed(self, frame: Frame) -> BranchOutputs:
+        """The outputs of the tokens in a frame, of all branches."""
+        return self._keep(self._forward.framed(frame), "main")
+
+    def split_run(self, outputs: BranchOutputs, rows: Sequence[int]) -> dict[str, BranchOutputs]:
+        """Views of a frame's outputs by branch."""
+        names, count = dict.fromkeys(key.branch for key in self._keys(rows)), len(rows)
+        return {name: outputs.span(n * count, (n + 1) * count) for n, name in enumerate(names)}
+
+    def end_run(self, run: Run, tokens: Mapping[int, Ids]) -> None:
+        """End a run: a row, the tokens that it forwarded and keeps."""
+        owners = [key.row for key in self._keys([*tokens])]
+        for row in owners:
+            self.forwarded[row] += len(tokens[row])
+        run.finish([tokens[row] for row in owners])
 
     @override
     def close(self) -> None:
         self.clear()
         self.record(False)
+        give_back(self.model, self._cache)
 
     def _places(self) -> dict[Key, int]:
         return {key: place for place, key in enumerate(self._order)}

@@ -19,10 +19,15 @@ from decodekit.core.errors import DecodekitError, PluginError, RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.random import TOKEN_LANE, inverse_cdf
 from decodekit.core.types import Request, Rows, draw
+from decodekit.kernels.sample import sample
+from decodekit.kernels.top_token import top_token
 from decodekit.runtime.guard import guarded
 
 Fallback = Literal["error", "relax", "eos", "raw"]
 Step = Callable[[Rows, Tensor], Tensor]
+
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+"""What the ``sample`` kernel does, in this order."""
 
 LANES_PER_RULE = 16
 """Random lanes that a rule may use; lane 0 picks the token."""
@@ -131,6 +136,65 @@ class Pipeline:
             probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             tokens = inverse_cdf(probabilities, draw(rows.streams, rows.positions, TOKEN_LANE))
         return Picked(tokens, logits, failures, stages if record else [])
+
+    def why_not_captured(self) -> str | None:
+        """Why a graph cannot hold the steps; ``None``: it can, as far as they tell."""
+        for index, (name, step) in enumerate(self.steps):
+            if index in self.stateful:
+                return f"rule {name!r} keeps a state"
+            if not getattr(step, "capturable", False):
+                return f"rule {name!r} waits for the device"
+        return None
+
+    def pick_blindly(
+        self, rows: Rows, scores: Tensor, seeds: Tensor, counters: Tensor, logprobs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Pick one token a position without ever waiting for the device; no rule may keep a state.
+
+        Args:
+            rows: what is known about the positions.
+            scores: [P, V] from the strategy.
+            seeds: [P] int64, Philox keys of the draws.
+            counters: [P, 4] int32, Philox counters.
+            logprobs: [P], filled with the tokens' log-probabilities under the final logits.
+
+        Returns:
+            [P] tokens, and [P] bool: where no token is to be had, so that only a call can tell what becomes of the row.
+        """
+        logits, filters = scores, self._last_filters() if self.sample else {}
+        for index in range(len(self.steps) - len(filters)):
+            logits = self._apply(index, rows, logits, [()] * len(self.steps))
+        top, tokens = top_token(logits)
+        broken = ~torch.isfinite(top)
+        if self.sample:
+            ones, drawn = torch.ones_like(top, dtype=torch.float32), torch.empty_like(top, dtype=torch.float32)
+            tokens = sample(
+                logits,
+                ones * filters.get("temperature", 1.0),
+                (ones * filters.get("top_k", logits.shape[1])).int(),
+                ones * filters.get("top_p", 1.0),
+                ones * filters.get("min_p", 0.0),
+                seeds,
+                counters,
+                drawn,
+            )
+            if logprobs is not None:
+                logprobs.copy_(drawn)
+        elif logprobs is not None:
+            logprobs.copy_(top - logits.logsumexp(-1))
+        return torch.where(broken, 0, tokens), broken
+
+    def _last_filters(self) -> dict[str, float]:
+        """The steps at the end that the ``sample`` kernel does by itself, in its order."""
+        found: dict[str, float] = {}
+        order = [*_FILTERS]
+        for _, step in reversed(self.steps):
+            own = step.as_filter() if isinstance(step, Rule) else None
+            if own is None or own[0] not in order:
+                break
+            order = order[: order.index(own[0])]
+            found[own[0]] = own[1]
+        return found
 
     def shape(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] logits as the steps make them that keep no state; a position that they leave nothing keeps what it had."""

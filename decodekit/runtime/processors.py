@@ -16,6 +16,8 @@ from decodekit.runtime.pipeline import Step
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.settings import Settings, processor_options
 
+_READ_LOGITS_ALONE = {f"{name}LogitsWarper" for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")}
+
 
 class CallersStep:
     """One of the caller's logits processors as a step of the chain.
@@ -53,14 +55,19 @@ class OptionStep:
     Attributes:
         processors: the same; requests may come and go.
         stateless: what they do depends on ids and logits alone, so that any position can be shown at any time.
+        capturable: what they do depends on logits alone, is the same for all rows and never waits for a GPU.
     """
 
     def __init__(self, processors: dict[int, LogitsProcessor]) -> None:
         self.processors = processors
-        self.stateless = not isinstance(next(iter(processors.values())), SynthIDTextWatermarkLogitsProcessor)
+        first = next(iter(processors.values()))
+        self.stateless = not isinstance(first, SynthIDTextWatermarkLogitsProcessor)
+        self.capturable = type(first).__name__ in _READ_LOGITS_ALONE
 
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
+        if self.capturable:
+            return self.processors[rows.requests[0]](rows.tokens, logits.clone())
         lengths, own = rows.lengths.tolist(), [self.processors[request] for request in rows.requests]
         if len(set(lengths)) == 1 and all(processor is own[0] for processor in own):
             return own[0](rows.tokens[:, : lengths[0]], logits.clone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,9 @@ PRIOR_COST = 0.1
 PRIOR_TRIES = 2.0
 """Tries that the guess for a place weighs against what was seen there."""
 
+CORRECTION = 0.05
+"""How far a hit or miss that was not expected moves the log-odds of all that a drafter says."""
+
 PRIOR_WEIGHT = 4.0
 """Hits and misses that the expectation for a row weighs against its own."""
 
@@ -44,17 +48,30 @@ class Measured:
 
     Attributes:
         seconds: (rows of the call, shape): of a forward, relative to one of the same rows without drafts; how often measured.
-        rates: (evidence, place in the draft): hits and tries, of which the older count less.
+        rates: place in a draft: hits and tries, of which the older count less; of drafts without confidence.
+        shift: by which the log-odds of what a drafter says are corrected.
     """
 
     seconds: dict[tuple[int, Shape], tuple[float, int]] = field(default_factory=dict)
-    rates: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    rates: dict[int, tuple[float, float]] = field(default_factory=dict)
+    shift: float = 0.0
 
-    def rate(self, evidence: int, place: int) -> float:
+    def rate(self, draft: Draft, place: int) -> float:
         """How likely a token is accepted if those before it are; before anything is known, as the one before it."""
-        hits, tries = self.rates.get((evidence, place), (0.0, 0.0))
-        prior = self.rate(evidence, place - 1) if place else 0.5
+        if draft.confidence:
+            said = min(max(draft.confidence[place], 1e-3), 1 - 1e-3)
+            return 1 / (1 + (1 - said) / said * math.exp(-self.shift))
+        hits, tries = self.rates.get(place, (0.0, 0.0))
+        prior = self.rate(draft, place - 1) if place else 0.5
         return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)
+
+    def try_token(self, draft: Draft, place: int, *, hit: bool) -> None:
+        """Note whether a token was accepted."""
+        if draft.confidence:
+            self.shift += CORRECTION * (hit - self.rate(draft, place))
+        else:
+            hits, tries = self.rates.get(place, (0.0, 0.0))
+            self.rates[place] = MEMORY * hits + hit, MEMORY * tries + 1
 
     def cost(self, batch: int, shape: Shape) -> float:
         """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be."""
@@ -89,8 +106,7 @@ class Schedule:
     """The length of drafts.
 
     ``dynamic`` weighs the tokens that a pass is expected to give (Leviathan et al., 2023, arXiv:2211.17192, section 3.3, with
-    an acceptance of its own for each place and evidence) against its seconds, as measured on this model, and drafts nothing
-    where nothing pays.
+    an acceptance for each token) against its seconds, as measured on this model, and drafts nothing where nothing pays.
 
     Args:
         drafter: its ``schedule`` and ``max_tokens``.
@@ -157,10 +173,8 @@ class Schedule:
             expected = 0.0
             # The token after the last accepted one was tried and failed, if there was one.
             for place in range(min(depth, hits + 1)):
-                expected += self._measured.rate(draft.evidence, place)
-                key = (draft.evidence, place)
-                won, tried = self._measured.rates.get(key, (0.0, 0.0))
-                self._measured.rates[key] = (MEMORY * won + (place < hits), MEMORY * tried + 1)
+                expected += self._measured.rate(draft, place)
+                self._measured.try_token(draft, place, hit=place < hits)
             won, due = self._luck.get(row, (PRIOR_WEIGHT, PRIOR_WEIGHT))
             self._luck[row] = (MEMORY * won + hits, MEMORY * due + expected)
             length = self._lengths.get(row, self._most)
@@ -218,10 +232,11 @@ class Schedule:
 
     def _tokens(self, row: int, draft: Draft) -> float:
         """Expected tokens of a row."""
-        won, due = self._luck.get(row, (1.0, 1.0))
+        # Who says how likely a token is has seen how well the row is guessed.
+        won, due = (1.0, 1.0) if draft.confidence else self._luck.get(row, (1.0, 1.0))
         total = reached = 1.0
         for place in range(draft.depth):
-            reached *= 1.0 if draft.forced else min(1.0, self._measured.rate(draft.evidence, place) * won / due)
+            reached *= 1.0 if draft.forced else min(1.0, self._measured.rate(draft, place) * won / due)
             total += reached
         return total
 

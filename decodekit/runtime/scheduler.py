@@ -165,19 +165,21 @@ class Scheduler:
 
     def _takes(self, job: Job, number: int) -> list[int]:
         """Blocks of each group that it would take now, with its promised tokens."""
-        cache = self._sessions[number].cache
-        if job.aside:
-            parts = [part for asides in job.aside.values() for part in asides[number].parts.values()]
-            return [1 + sum(len(part.contents[place]) for part in parts) for place in range(len(cache.groups))]
-        new = self._new(job, self._promise(job))
+        cache, most = self._sessions[number].cache, self._most(job, number, 1.0)
         if job.rows > 1:
-            return self._most(job, number, 1.0)
+            return most
         takes = [0] * len(cache.groups)
-        for _, prompts in job.histories():
-            for ids in prompts.get(number, {}).values():
-                left = max(1, new - (job.produced - 1))
-                takes = [a + b for a, b in zip(takes, cache.to_admit(ids, left), strict=True)]
-        return takes
+        for asides in job.aside.values():
+            for part in asides[number].parts.values():
+                # Another block, so that it is not put aside again at once.
+                takes = [taken + 1 + len(own) for taken, own in zip(takes, part.contents, strict=True)]
+        if not job.aside:
+            left = max(1, self._new(job, self._promise(job)) - (job.produced - 1))
+            for _, prompts in job.histories():
+                for ids in prompts.get(number, {}).values():
+                    takes = [taken + own for taken, own in zip(takes, cache.to_admit(ids, left), strict=True)]
+        # Prefilled in chunks, a window holds fewer blocks than a whole prompt.
+        return [min(own) for own in zip(takes, most, strict=True)]
 
     def _new(self, job: Job, promise: float) -> int:
         return max(min(job.produced + 1, job.max_new_tokens), math.ceil(promise * job.max_new_tokens))

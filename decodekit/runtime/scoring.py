@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from decodekit.runtime.pipeline import Pipeline, select
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import DynamicSession, Session
+
+
+class Scored(NamedTuple):
+    """A given token: its log-probability in nats, and whether no other is likelier."""
+
+    logprob: float
+    likeliest: bool
 
 
 class Scoring:
@@ -55,8 +63,8 @@ class Scoring:
     @torch.no_grad()
     def given(
         self, tokens: Sequence[Sequence[int]], sequences: Sequence[SequenceState], pipeline: Pipeline
-    ) -> list[list[float]]:
-        """The log-probability (nats) of each of these tokens after its row's prompt, [R] of any numbers, from one forward.
+    ) -> list[list[Scored]]:
+        """Each of these tokens after its row's prompt, [R] of any numbers, from one forward.
 
         Raises:
             RowError: no distribution is left at some position.
@@ -72,7 +80,7 @@ class Scoring:
             for ids, sequence, scores in zip(tokens, sequences, parts, strict=True)
         ]
 
-    def _row(self, ids: Sequence[int], sequence: SequenceState, scores: Tensor, pipeline: Pipeline) -> list[float]:
+    def _row(self, ids: Sequence[int], sequence: SequenceState, scores: Tensor, pipeline: Pipeline) -> list[Scored]:
         device, prompt = scores.device, sequence.request.prompt_ids
         known = torch.tensor(list(ids), device=device)
         rows = Rows(
@@ -85,13 +93,15 @@ class Scoring:
         )
         # A stateful rule sees a position only after the one before it was committed.
         groups = [[place] for place in range(len(ids))] if pipeline.stateful else [list(range(len(ids)))]
-        logprobs: list[float] = []
+        scored: list[Scored] = []
         for group in groups:
             states = [[state] * len(group) for state in sequence.states]
             picked = pipeline(select(rows, group), scores[group], states)
             for why in picked.failures.values():
                 raise RowError(why)
-            taken = picked.final.log_softmax(-1).gather(-1, known[group].unsqueeze(-1))
-            logprobs += taken.squeeze(-1).tolist()
+            logprobs = picked.final.log_softmax(-1)
+            taken = logprobs.gather(-1, known[group].unsqueeze(-1)).squeeze(-1)
+            likeliest = taken == logprobs.amax(-1)
+            scored += map(Scored, taken.tolist(), likeliest.tolist())
             pipeline.commit(sequence.states, ids[group[-1]], picked.final[-1])
-        return logprobs
+        return scored

@@ -42,6 +42,7 @@ class SequenceState:
         times: when each token was committed, ``time.perf_counter`` seconds.
         constraint: its place in the language that it must belong to.
         prompts: a branch, the prompt that it began with.
+        given: the tokens that it begins with, whatever would have been chosen.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class SequenceState:
     times: list[float] = field(default_factory=list)
     constraint: RowConstraint | None = None
     prompts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    given: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 

@@ -259,7 +259,7 @@ class Speculation:
         """
         draft, children = walk.draft, walk.draft.children(walk.node)
         if draft.q is None or not children or not sample:
-            walk.agreed = next((child for child in children if draft.tokens[child] == picked), None)
+            walk.agreed = draft.child(walk.node, picked)
             return picked
         stream, position = walk.sequence.request.stream, len(walk.sequence.tokens)
         place, left = verify(

@@ -28,7 +28,7 @@ from decodekit.core.candidates import (
 from decodekit.core.errors import DecodekitError, PluginError
 from decodekit.core.protocols import SearchStrategy, SequenceStrategy
 from decodekit.core.search import Advance, Group
-from decodekit.core.types import Outputs
+from decodekit.core.types import FinishReason, Outputs
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.sequence import SequenceState
 
@@ -42,12 +42,14 @@ class Result:
         score: what it was ranked by, if anything.
         candidates: what was chosen from, plain data.
         report: what the strategy tells about its decision.
+        details: what only a trace carries of it.
     """
 
     sequence: SequenceState
     score: float | None = None
     candidates: list[dict[str, Any]] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 class Task(ABC):
@@ -83,10 +85,10 @@ class Task(ABC):
     def results(self, count: int) -> list[Result]:
         """The best ``count`` outputs, the best first; a failed task gives failed ones."""
 
-    def finish(self) -> None:
-        """End where it stands, cancelled."""
+    def finish(self, reason: FinishReason = "cancelled") -> None:
+        """End where it stands."""
         for sequence in self.live:
-            sequence.finish("cancelled")
+            sequence.finish(reason)
 
     def fail(self, why: str) -> None:
         """The prompt cannot be decoded."""
@@ -121,12 +123,17 @@ class SearchTask(Task):
     Args:
         root: the first hypothesis.
         strategy: decides which live on.
+
+    Attributes:
+        hypotheses: those that live.
+        advance: what the strategy answered last.
     """
 
     def __init__(self, root: SequenceState, strategy: SearchStrategy) -> None:
         super().__init__(root)
         self.hypotheses = [root] if root.finish_reason is None else []
-        self._strategy, self.state = strategy, None
+        self._strategy = strategy
+        self.advance = Advance()
         self._ended: list[tuple[float, SequenceState]] = []
 
     @property
@@ -155,7 +162,7 @@ class SearchTask(Task):
             raise PluginError(
                 f"strategy {kind!r} keeps {len(advance.parents)} hypotheses; its width is {self._strategy.width}"
             )
-        self.state = advance.state
+        self.advance = advance
         return advance
 
     def end(self, sequence: SequenceState, score: float) -> None:
@@ -168,9 +175,9 @@ class SearchTask(Task):
         self.hypotheses, self._ended = [], []
 
     @override
-    def finish(self) -> None:
+    def finish(self, reason: FinishReason = "cancelled") -> None:
         for sequence in self.hypotheses:
-            sequence.finish("cancelled")
+            sequence.finish(reason)
             self.end(sequence, sum(sequence.logprobs))
         self.hypotheses = []
 
@@ -330,12 +337,12 @@ class SequenceTask(Task):
         return decision
 
     @override
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, reason: FinishReason = "cancelled") -> None:
+        super().finish(reason)
         if self._running is not None:
             self._running.close()
         if self.root.finish_reason is None:
-            self.root.finish("cancelled")
+            self.root.finish(reason)
 
     @override
     def results(self, count: int) -> list[Result]:
@@ -345,8 +352,9 @@ class SequenceTask(Task):
         told = self._told(decision)
         rest = (number for number in range(len(self.candidates)) if number not in decision.ranking)
         order = [*dict.fromkeys(decision.ranking), *rest]
-        scores, report = decision.scores, dict(decision.report)
-        done = [Result(self.candidates[number], scores.get(number), told, report) for number in order]
+        scores, report, details = decision.scores, dict(decision.report), dict(decision.details)
+        details |= {"rows": [candidate.row for candidate in self.candidates], "ranking": order}
+        done = [Result(self.candidates[number], scores.get(number), told, report, details) for number in order]
         return self._failed(count, [result for result in done if result.sequence.error is None])
 
     def _told(self, decision: Decision) -> list[dict[str, Any]]:

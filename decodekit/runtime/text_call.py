@@ -21,12 +21,13 @@ from decodekit.runtime.branches import left_pad, too_long
 from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import Call, assemble
 from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.scoring import Scored
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.streams import Stream
 from decodekit.runtime.tasks import Result, Task
 from decodekit.runtime.text import Prompt, encode, split_inputs
-from decodekit.runtime.tracing import trace_ends, trace_start, trace_step
-from decodekit.runtime.work import Given
+from decodekit.runtime.tracing import Tracer
+from decodekit.runtime.work import Given, Replay
 
 
 class TextCall:
@@ -57,10 +58,12 @@ class TextCall:
         raw = bool(options.pop("raw", False))
         self._stream = Stream(options.pop("streamer", None))
         self._trace: str | Path | None = options.pop("trace", None)
+        replay: Replay | None = options.pop("replay", None)
         named = {name: options.pop(name) for name in list(options) if name in Generation.model_fields}
         self._prompts: list[list[int]] = []
         self._indices: list[int] = []
         self._inputs: list[dict[str, Any]] = []
+        self._texts: list[Any] = []
         self._errors: dict[int, str] = {}
         self._count = len(prompts)
         self.given_out = 0
@@ -84,6 +87,7 @@ class TextCall:
             keep_stages=self._trace is not None,
             named=frozenset(named),
             prompts=self._indices,
+            replay=replay,
         )
 
     def _read(self, prompts: Sequence[Prompt], *, raw: bool) -> None:
@@ -99,6 +103,7 @@ class TextCall:
                 continue
             self._prompts.append(ids)
             self._indices.append(index)
+            self._texts.append(text)
             self._inputs.append({"text": text, **inputs} if isinstance(text, str) else inputs)
 
     def _prepare(self, prompts: Sequence[Sequence[int]]) -> compat.Prepared:
@@ -113,22 +118,25 @@ class TextCall:
             writer = TraceWriter(self._trace) if self._trace is not None else None
             call = self._call = assemble(self._model, self._prepare(self._prompts), self._recipe, self._given)
             self._stream.start(call.prepared.input_ids)
-            if writer is not None:
-                trace_start(writer, self._model.config._name_or_path, self._recipe.to_dict(), call.seed, call.tasks)
+            tracer = self._tracer(writer, call) if writer is not None else None
             with closing(call.loop.run()) as records:
                 for record in records:
                     self._stream.put(record)
-                    if writer is not None:
-                        trace_step(writer, record, lambda token: str(self._tokenizer.decode([token])))
+                    if tracer is not None:
+                        tracer.step(record)
                     self.given_out += sum(map(len, record.pieces))
                     yield record
             self._stream.finish(call.tasks)
-            if writer is not None:
-                trace_ends(writer, call.tasks, call.outputs)
+            if tracer is not None:
+                tracer.end()
         finally:
             self._stream.end()
             if writer is not None:
                 writer.close()
+
+    def _tracer(self, writer: TraceWriter, call: Call) -> Tracer:
+        model, recipe = self._model.config._name_or_path, self._recipe.to_dict()
+        return Tracer(writer, call, self._tokenizer, model=model, recipe=recipe, prompts=self._texts, given=self._given)
 
     @property
     def copies(self) -> int:
@@ -168,8 +176,13 @@ class TextCall:
             error=None if sequence.error is None else f"prompt {sequence.request.prompt}: {sequence.error}",
         )
 
-    def score(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of these tokens, [R] of any numbers, each after its prompt."""
+    def score(self, tokens: Sequence[Sequence[int]]) -> list[list[Scored]]:
+        """The log-probabilities of these tokens, [R] of any numbers, each after its prompt.
+
+        Raises:
+            InputError: a prompt cannot be read, or is too long with its tokens.
+            RowError: no distribution is left at some position.
+        """
         if self._errors:
             raise InputError(next(iter(self._errors.values())))
         # Rows whose tokens are all known, in one forward.
@@ -232,6 +245,18 @@ def _path(call: Call) -> str:
     )
 
 
+def _memory(call: Call) -> dict[str, int]:
+    """Blocks and bytes of K/V that the rows of a call took at most, where its caches are paged."""
+    blocks, size = 0, 0
+    for session in call.loop.sessions:
+        if isinstance(session.cache, PagedCache):
+            stats = session.cache.stats()
+            peak = sum(group["peak"] for group in stats["groups"])
+            blocks += peak
+            size += stats["kv_bytes"] * peak // max(1, sum(group["num_blocks"] for group in stats["groups"]))
+    return {"kv_blocks": blocks, "kv_bytes": size} if blocks else {}
+
+
 def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
     """Counts and seconds of one output; what its task forwarded went through every branch and candidate."""
     loop, times = call.loop, sequence.times
@@ -242,7 +267,10 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "draft_tokens": 0,
         "accepted_tokens": 0,
         "path": _path(call),
+        **_memory(call),
     }
+    if loop.graphs is not None and loop.sessions[0].model.device.type == "cuda":
+        stats["graphs"] = dataclasses.asdict(loop.graphs.stats)
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)
     if call.lane.speculation is not None:

@@ -28,6 +28,21 @@ BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping")
 """Options of generate that are a search strategy's own."""
 
 
+@dataclass(frozen=True)
+class Replay:
+    """The output that every row is to begin with, whatever would have been chosen.
+
+    Attributes:
+        tokens: its ids.
+        sample: the rows' sample index, so that they draw as they did.
+        told: what the trace says about it.
+    """
+
+    tokens: Sequence[int]
+    sample: int = 0
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
 @dataclass
 class Given:
     """What a Decoder was given beside the prompts.
@@ -43,6 +58,7 @@ class Given:
         scoring: given tokens are to be scored, all positions at once.
         named: options of the recipe that the call itself named.
         prompts: which of the caller's prompts each of the call's is; all of them if empty.
+        replay: what every row begins with, if anything.
     """
 
     tokenizer: Any = None
@@ -55,6 +71,7 @@ class Given:
     scoring: bool = False
     named: frozenset[str] = frozenset()
     prompts: Sequence[int] = ()
+    replay: Replay | None = None
 
 
 @dataclass
@@ -113,6 +130,11 @@ def understand(
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
     _check_tokenizer(settings, plan, given)
     sequences = _sequences(prepared, settings, given, prompts, seed, started, plan, context)
+    if given.replay is not None:
+        for sequence in sequences:
+            stream = sequence.request.stream._replace(sample=given.replay.sample)
+            sequence.request = dataclasses.replace(sequence.request, stream=stream)
+            sequence.given = given.replay.tokens
     return Work(prepared, recipe, settings, given, plan, sequences, outputs, seed)
 
 

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.errors import Refused
 from decodekit.core.plausibility import implausible
 from decodekit.core.protocols import TokenStrategy
@@ -74,7 +75,7 @@ class Dola(TokenStrategy):
         divergence = layer_divergence(final, early, self.divergence or ("official" if official else "jsd"))  # [C, P]
         chosen = divergence.argmax(0)  # [P]
         outputs.annotate(
-            premature_layer=torch.tensor(main.layers, device=chosen.device)[chosen],
+            premature_layer=constant(main.layers, chosen.device)[chosen],
             divergence=divergence.gather(0, chosen.unsqueeze(0)).squeeze(0),
         )
         premature = early[chosen, torch.arange(len(chosen), device=chosen.device)]  # [P, V]

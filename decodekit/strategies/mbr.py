@@ -87,12 +87,14 @@ class Mbr(SequenceStrategy):
             raise RowError(f"{len(hypotheses)} hypotheses and {len(references)} references came out; both are needed")
         texts = [candidate.text for candidate in hypotheses], [candidate.text for candidate in references]
         weights = probability_weights(references) if self.weights == "probability" else None
+        matrix = None
         if self.pruning is not None:
             stream = request.stream
             generator = np.random.default_rng([stream.seed, stream.sample, stream.digest])
             chosen = prune(self.utility, *texts, weights, pruning=self.pruning, generator=generator)
         else:
-            chosen = dict(enumerate(expected(self.utility, *texts, weights, aggregate=self.aggregate).tolist()))
+            values, matrix = _rated(self.utility, *texts, weights, aggregate=self.aggregate)
+            chosen = dict(enumerate(values.tolist()))
         ranking = rank(chosen)
         return Decision(
             ranking=[hypotheses[place].id for place in ranking],
@@ -102,6 +104,13 @@ class Mbr(SequenceStrategy):
                 "expected_utility": chosen[ranking[0]],
                 "references": len(references),
                 **({"pruned": len(hypotheses) - len(chosen)} if self.pruning is not None else {}),
+            },
+            details={}
+            if matrix is None
+            else {
+                "utilities": matrix.tolist(),
+                "hypothesis_ids": [candidate.id for candidate in hypotheses],
+                "reference_ids": [candidate.id for candidate in references],
             },
         )
 
@@ -131,17 +140,28 @@ def expected(
         Refused: the utility cannot aggregate.
     """
     references = hypotheses if references is None else references
+    return _rated(utility, hypotheses, references, weights, aggregate=aggregate)[0]
+
+
+def _rated(
+    utility: Utility,
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    weights: Tensor | None,
+    *,
+    aggregate: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """[N] expected utilities, and the [N, M] utilities that they are means of; none where references are aggregated."""
     weights = _normalized(weights, len(references))
     # Every different text once: samples repeat, and equal texts come out exactly equal.
     ours, theirs = list(dict.fromkeys(hypotheses)), list(dict.fromkeys(references))
-    merged = torch.zeros(len(theirs), dtype=torch.float64)
-    merged.index_add_(0, torch.tensor([theirs.index(text) for text in references]), weights)
-    values = (
-        utility.aggregated(ours, theirs, merged)
-        if aggregate
-        else utility.pairwise(ours, theirs).to(torch.float64) @ merged
-    )
-    return values[[ours.index(text) for text in hypotheses]]
+    rows = [ours.index(text) for text in hypotheses]
+    columns = torch.tensor([theirs.index(text) for text in references])
+    merged = torch.zeros(len(theirs), dtype=torch.float64).index_add_(0, columns, weights)
+    if aggregate:
+        return utility.aggregated(ours, theirs, merged)[rows], None
+    matrix = utility.pairwise(ours, theirs).to(torch.float64)
+    return (matrix @ merged)[rows], matrix[rows][:, columns]
 
 
 def rank(scores: dict[int, float]) -> list[int]:

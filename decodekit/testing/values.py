@@ -31,8 +31,8 @@ def check_value(plugin: Plugin) -> None:
         raise broken(plugin, law, f"{error} in {plugin!r}; use tuples, and FrozenDict for mappings") from error
     law = "a plugin equals what its dump builds"
     for form, build in (
-        ("model_dump", lambda: type(plugin)(**plugin.model_dump())),
-        ("model_dump_json", lambda: type(plugin).model_validate_json(plugin.model_dump_json())),
+        ("model_dump", lambda: type(plugin)(**plugin.model_dump(by_alias=True))),
+        ("model_dump_json", lambda: type(plugin).model_validate_json(plugin.model_dump_json(by_alias=True))),
     ):
         try:
             again = build()

@@ -16,6 +16,6 @@ def test_without_a_gpu_it_says_what_it_needs() -> None:
 def test_every_kernel_has_a_peer() -> None:
     rows = load_suite("kernels")[0](None, None, [], lambda status: None)
     assert {row["kernel"] for row in rows} == {
-        "paged_attention", "kv_write", "block_copy", "sample", "apply_bitmask", "layer_divergence",
+        "paged_attention", "linear", "kv_write", "block_copy", "sample", "top_token", "apply_bitmask", "layer_divergence",
     }  # fmt: skip
     assert all(row["ratio"] == row["ms"] / row["peer_ms"] > 0 for row in rows)

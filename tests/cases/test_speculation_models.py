@@ -1,6 +1,7 @@
 """Reported faults of speculative decoding with draft models and heads, as they would show here.
 
-transformers #32165, #30413, #48280, #48039, #48981, #46936, #47932; vLLM #14649, #41838; SGLang #27463; EAGLE #250; Medusa #56.
+transformers #32165, #30413, #48280, #48039, #48981, #46936, #47932; vLLM #14649, #41838; SGLang #9187, #27463; EAGLE #250;
+Medusa #56.
 That q is what was drawn from (#47932) is tested by distribution in ``tests/drafters/test_draft_model.py``.
 """
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from decodekit.core.draft_heads import HeadDrafts, run_head
-from decodekit.testing import tiny_model
+from decodekit.testing import tiny_model, tiny_tokenizer
 from tests.drafters.making import OPEN, PROMPTS, accepted, decode, eagle_head, few, ids, medusa_head, near
 from tests.drafters.test_draft_model import reversed_model, reversed_vocabulary
 
@@ -98,3 +99,39 @@ def test_heads_draft_trees_for_batches_and_do_not_wear_out(tmp_path, family) -> 
         runs = [decode(model, {**drafter, "schedule": "constant"}, generation=OPEN) for _ in range(3)]
         assert all(ids(outputs) == plain for outputs in runs)
         assert len({accepted(outputs) for outputs in runs}) == 1
+
+
+def test_heads_under_a_schema_end_with_it(tmp_path) -> None:
+    """SGLang #9187: EAGLE and a schema never ended."""
+    model, schema = (
+        tiny_model("dense", dtype=torch.float64),
+        {"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3},
+    )
+    constraint = {"kind": "json_schema", "schema": schema, "whitespace": "compact"}
+    plain = decode(model, constraint=constraint)
+    for drafter in (
+        {"kind": "eagle", "head": str(eagle_head(tmp_path / "eagle", model)), "branching": 3, "max_tokens": 8},
+        {"kind": "medusa", "head": str(medusa_head(tmp_path / "medusa", model)), "max_tokens": 8},
+    ):
+        found = decode(model, {**drafter, "schedule": "constant"}, constraint=constraint)
+        assert ids(found) == ids(plain)
+        assert [own.finish_reason for own in found] == [own.finish_reason for own in plain]
+        assert all(own.stats["constraint"]["complete"] for own in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_differ_at_near_ties_only_and_in_half_precision_only(tmp_path, dtype) -> None:
+    """Medusa #56: blocks of tokens are computed in another order than single ones."""
+    model, exact = few("dense").to(dtype), few("dense").to(dtype).double()
+    drafter = {"kind": "medusa", "head": str(medusa_head(tmp_path / "medusa", model)), "max_tokens": 8}
+    plain = ids(decode(model, generation=OPEN))
+    found = ids(decode(model, {**drafter, "schedule": "constant"}, generation=OPEN))
+    if dtype is torch.float32:
+        assert found == plain
+    prompts = [tiny_tokenizer()(prompt).input_ids for prompt in PROMPTS]
+    for prompt, one, other in zip(prompts, found, plain, strict=True):
+        place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if len({*pair}) > 1), None)
+        if place is not None:
+            logits = exact(torch.tensor([[*prompt, *one[:place]]])).logits[0, -1]
+            apart = abs(float(logits[one[place]] - logits[other[place]]))
+            assert apart < 16 * torch.finfo(dtype).eps * float(logits.abs().max())

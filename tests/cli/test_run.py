@@ -1,11 +1,15 @@
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import decodekit
+from decodekit.integrations.models import load_model
 
 PLAIN = "generation: {max_new_tokens: 6, suppress_tokens: [1]}\n"
 
@@ -99,6 +103,33 @@ def test_a_trace_is_written(cli, recipe, tiny_folder, tmp_path) -> None:
     assert lines[0]["decodekit"] == decodekit.__version__
     assert [line["position"] for line in lines[1:7]] == list(range(6))
     assert all("premature_layer" in line for line in lines[1:7])
+
+
+def test_a_terminal_sees_tokens_as_they_come_in_colours(recipe, tiny_folder, tmp_path) -> None:
+    path = recipe("generation: {max_new_tokens: 40, do_sample: true, seed: 1, suppress_tokens: [1]}\n")
+    arguments = ["run", path, "Who [won]?", "a", "-m", tiny_folder]
+    outer, inner = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "decodekit", *map(str, arguments)], stdout=inner, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(inner)
+    screen = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while data := os.read(outer, 65536):
+            screen += data
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
+    [first, second] = decodekit.load(path).run(*load_model(str(tiny_folder)), ["Who [won]?", "a"])
+    squeezed = "".join(plain.split())
+    for prompt, output in (("Who [won]?", first), ("a", second)):
+        assert f"> {prompt}" in plain
+        assert all("".join(line.split()) in squeezed for line in output.text.split("\n"))
+    assert "rows left" in plain
+    assert len(set(re.findall(rb"\x1b\[38;2;[0-9;]*m", screen))) >= 2
+    assert b"40 tokens, length" in err
 
 
 # Whoever runs the tests may ignore the signal, which a child inherits.

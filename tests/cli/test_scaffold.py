@@ -52,6 +52,26 @@ def test_an_exported_folder_runs_with_generate(cli, recipe, tiny_folder, tmp_pat
     assert shorter.shape[1] == ids.shape[1] + 2
 
 
+@pytest.mark.integration
+def test_a_recipe_travels_in_the_models_generation_config(cli, recipe, tiny_folder, tmp_path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+    decoder = decodekit.load({"strategy": {"kind": "dola", "layers": [0, 1]}, "generation": {"max_new_tokens": 5}})
+    model.generation_config.decodekit = decoder.recipe.to_dict()
+    for own in (model, tokenizer):
+        own.save_pretrained(tmp_path / "shared")
+    result = cli("run", "shared/generation_config.json", "Who won?", "-m", "shared", "--json")
+    assert result.code == 0, result.err
+    [expected] = decoder.run(model, tokenizer, ["Who won?"])
+    assert result.json[0]["token_ids"] == expected.token_ids
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "shared")
+    inputs = tokenizer("Who won?", return_tensors="pt")
+    carried = decodekit.load(tmp_path / "shared/generation_config.json")
+    assert again.generate(**inputs, custom_generate=carried)[0].tolist()[-5:] == expected.token_ids
+    bare = cli("run", tiny_folder / "generation_config.json", "a", "-m", tiny_folder)
+    assert bare.code == 2
+    assert "holds no recipe" in bare.err
+
+
 def test_a_text_of_the_recipe_cannot_become_code(cli, recipe, tmp_path) -> None:
     words = "'''+str(__import__('os').system('touch PWNED'))+r'''"
     cli("export", recipe(json.dumps({"rules": [{"kind": "bad_words", "words": [words]}]})), tmp_path / "shared")
@@ -83,17 +103,27 @@ def test_a_folder_that_is_not_empty_is_left_alone(cli, recipe, tmp_path) -> None
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["keep"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("rule", "hush"), ("strategy", "two_words")])
-def test_a_new_plugin_installs_and_its_tests_pass(cli, tmp_path, kind, name) -> None:
-    result = cli("new", kind, name)
-    assert result.code == 0, result.err
-    folder = tmp_path / f"decodekit-{name.replace('_', '-')}"
+NEW = {
+    "rule": "hush",
+    "strategy": "two_words",
+    "constraint": "pin",
+    "drafter": "echo",
+    "scorer": "brief",
+    "utility": "overlap",
+}
+
+
+def test_new_plugins_install_and_their_tests_pass(cli, tmp_path) -> None:
+    for kind, name in NEW.items():
+        result = cli("new", kind, name)
+        assert result.code == 0, result.err
+    folders = [str(tmp_path / f"decodekit-{name.replace('_', '-')}") for name in NEW.values()]
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(folder)]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *folders]
     subprocess.run(install, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(folder)],
+        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *folders],
         capture_output=True,
         text=True,
         env=environment,
@@ -105,7 +135,9 @@ def test_a_new_plugin_installs_and_its_tests_pass(cli, tmp_path, kind, name) -> 
             [sys.executable, "-m", "decodekit", "plugins", "--json"], capture_output=True, env=environment, check=True
         ).stdout
     )
-    assert [row["status"] for row in rows if row["kind"] == name] == ["ok"]
+    assert {row["kind"]: row["status"] for row in rows if row["kind"] in NEW.values()} == dict.fromkeys(
+        NEW.values(), "ok"
+    )
 
 
 @pytest.mark.parametrize(

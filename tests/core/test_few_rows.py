@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -6,12 +8,19 @@ from decodekit.core import few_rows as module
 from decodekit.core.few_rows import few_rows
 
 
+@pytest.fixture
+def swapping(monkeypatch):
+    """As on a CPU that is not Intel's."""
+    monkeypatch.setattr(module, "swapping_pays", lambda: True)
+
+
 def expected(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(hidden, layer.weight, layer.bias)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (5, 1), (2, 3), (5,), (), (2, 0)], ids=str)
+@pytest.mark.usefixtures("swapping")
 @torch.no_grad()
 def test_a_layer_gives_the_same_numbers(bias, shape) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -23,6 +32,7 @@ def test_a_layer_gives_the_same_numbers(bias, shape) -> None:
 
 
 @pytest.mark.parametrize(("rows", "swapped"), [(1, 0), (2, 1), (5, 1), (6, 0)])
+@pytest.mark.usefixtures("swapping")
 @torch.no_grad()
 def test_only_few_rows_are_swapped(monkeypatch, rows, swapped) -> None:
     calls = []
@@ -33,6 +43,23 @@ def test_only_few_rows_are_swapped(monkeypatch, rows, swapped) -> None:
     assert len(calls) == swapped
 
 
+@pytest.mark.parametrize(
+    ("cpu", "mkl", "pays"),
+    [("GenuineIntel", True, False), ("AuthenticAMD", True, True), ("AuthenticAMD", False, False)],
+)
+def test_operands_are_swapped_by_mkl_on_cpus_of_other_makers(monkeypatch, cpu, mkl, pays) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"vendor_id\t: {cpu}")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    assert module.swapping_pays.__wrapped__() is pays
+
+
+def test_nothing_is_replaced_where_it_does_not_pay(monkeypatch) -> None:
+    monkeypatch.setattr(module, "swapping_pays", lambda: False)
+    with few_rows(layer := nn.Linear(3, 3)):
+        assert "forward" not in vars(layer)
+
+
+@pytest.mark.usefixtures("swapping")
 def test_layers_are_as_before_afterwards_and_others_are_left_alone() -> None:
     class Own(nn.Linear):
         pass

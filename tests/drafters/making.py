@@ -71,7 +71,7 @@ def medusa_head(folder: Path, model: Any, *, heads: int = 3, name: str = "medusa
     folder.mkdir(exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights = make_heads(32, FEW, heads, 1).state_dict()
+        weights = make_heads(32, model.get_output_embeddings().weight.shape[0], heads, 1).state_dict()
     if name.endswith(".pt"):
         torch.save(weights, folder / name)
     else:

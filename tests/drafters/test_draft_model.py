@@ -18,7 +18,19 @@ from decodekit.runtime.drafting import Host
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.testing import tiny_model, tiny_tokenizer
 from decodekit.testing.values import check_value
-from tests.drafters.making import OPEN, PROMPTS, accepted, decode, few, ids, near
+from tests.drafters.making import (
+    OPEN,
+    PROMPTS,
+    QWEN,
+    accepted,
+    decode,
+    eagle_head,
+    few,
+    ids,
+    medusa_head,
+    mtp_head,
+    near,
+)
 
 FAMILIES = ["dense", "sliding", "hybrid"]
 RULES = [{"kind": "repetition_penalty", "penalty": 1.3}, {"kind": "no_repeat_ngram", "n": 4}]
@@ -133,9 +145,9 @@ def sampled():
             if probabilities[row][token]
         }
 
-    def samples(seed: int) -> torch.Tensor:
+    def samples(seed: int, given: dict | None = None) -> torch.Tensor:
         generation = {"do_sample": True, "seed": seed}
-        decoder = decodekit.load({"drafter": drafter(), "rules": rules, "generation": generation})
+        decoder = decodekit.load({"drafter": given or drafter(), "rules": rules, "generation": generation})
         out = model.generate(
             torch.tensor([prompt]),
             custom_generate=decoder.bind(models={"small": small}),
@@ -147,25 +159,52 @@ def sampled():
         )
         return out[:, len(prompt) :]
 
-    return expected, samples
+    return expected, samples, model
 
 
 def test_samples_are_distributed_as_the_target_says(sampled) -> None:
-    expected, samples = sampled
+    expected, samples, _ = sampled
     assert sum(expected.values()) == pytest.approx(1)
     assert fit(samples(1), expected) > 1e-3
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "draft_model", "model": "small"},
+        {"kind": "layer_skip", "first": 1},
+        {"kind": "ngram"},
+        {"kind": "suffix"},
+        {"kind": "recycle"},
+        {"kind": "recycle", "max_tokens": 6, "leaves": 64},
+        {"kind": "lookahead", "max_tokens": 9, "window": 3},
+        {"kind": "medusa", "max_tokens": 4},
+        {"kind": "eagle", "max_tokens": 5, "branching": 2},
+        {"kind": "mtp"},
+    ],
+    ids=str,
+)
+def test_twenty_thousand_samples_of_every_drafter(sampled, given, tmp_path) -> None:
+    expected, samples, model = sampled
+    heads = {"medusa": medusa_head, "eagle": eagle_head, "mtp": lambda *args: mtp_head(*args, QWEN, "mtp")}
+    if given["kind"] in heads:
+        given = {**given, "head": str(heads[given["kind"]](tmp_path / "head", model))}
+    outputs = torch.cat([samples(seed, {**given, "schedule": "constant"}) for seed in range(4)])
+    assert len(outputs) >= 20_000
+    assert fit(outputs, expected) > 1e-3
+
+
+@pytest.mark.slow
 def test_the_fit_catches_a_draft_that_was_not_drawn_from_what_it_reports(sampled, monkeypatch) -> None:
-    expected, samples = sampled
+    expected, samples, _ = sampled
     monkeypatch.setattr(draft_chains, "inverse_cdf", lambda q, uniforms: q.argmax(-1))
     assert fit(samples(1), expected) < 1e-6
 
 
 @pytest.mark.slow
 def test_the_fit_catches_one_draw_shared_by_a_batch(sampled, monkeypatch) -> None:
-    expected, samples = sampled
+    expected, samples, _ = sampled
     honest = draft_chains.uniform
     shared = Stream(0, 0, 0)
     monkeypatch.setattr(draft_chains, "uniform", lambda stream, position, lane: honest(shared, position, lane))

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from decodekit.core.drafts import DraftRow
+from decodekit.core.drafts import DraftRow, confidence
 from decodekit.core.random import Stream
 from decodekit.drafters.ngram import Ngram
 
@@ -38,7 +38,7 @@ def test_proposals_are_those_of_the_definition(least, most, symbols) -> None:
 
 def test_a_longer_match_goes_before_a_later_one() -> None:
     [draft] = proposals(Ngram(), [1, 2, 3, 7, 9, 3, 8, 1, 2], [3], budget=2)
-    assert (list(draft.tokens), draft.evidence) == ([7, 9], 3)
+    assert (list(draft.tokens), list(draft.confidence)) == ([7, 9], [confidence(3), confidence(4)])
 
 
 def test_nothing_repeats() -> None:

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decodekit.core.drafts import DraftRow
+from decodekit.core.drafts import DraftRow, confidence
 from decodekit.core.random import Stream
 from decodekit.drafters.suffix import Automaton, Corpus, Suffix
 
@@ -36,7 +36,7 @@ def test_the_automaton_knows_the_longest_repeated_suffix_and_what_followed_most_
         assert match == longest
         if not match:
             continue
-        [token] = automaton.continuation(state, 1)
+        [token] = automaton.continuation(state, match, 1, 3.0).tokens
         follows = [text[place + match] for place in occurrences(text, text[-match:]) if place + match < len(text)]
         assert follows.count(token) == max(map(follows.count, follows))
 
@@ -62,14 +62,26 @@ def test_the_walk_finds_the_longest_suffix_of_another_text() -> None:
     assert fresh[1] == max((n for n in range(1, len(text) + 1) if occurrences(known, text[-n:])), default=0)
 
 
-def test_drafts_are_at_most_twice_as_long_as_the_match() -> None:
+def test_confidence_grows_with_the_match_and_with_how_often_it_went_on_so() -> None:
     state = Suffix(memory=0).start(host(Model()))
-    [draft] = state.propose([row([1, 2, 3, 4, 5, 6, 7, 9], [1])], [8])
-    assert (list(draft.tokens), draft.evidence) == ([2, 3], 1)
-    [draft] = state.propose([row([1, 2, 3, 4, 5, 6, 7, 9], [1, 2])], [8])
-    assert list(draft.tokens) == [3, 4, 5, 6]
-    [draft] = state.propose([row([1, 2, 3, 4, 5, 6, 7, 9], [1, 2])], [3])
-    assert list(draft.tokens) == [3, 4, 5]
+    [draft] = state.propose([row([1, 2, 3, 4, 5, 6, 7, 9], [1])], [4])
+    assert list(draft.tokens) == [2, 3, 4, 5]
+    assert list(draft.confidence) == [confidence(match) for match in (1, 2, 3, 4)]
+    [draft] = state.propose([row([5, 1, 7, 1, 7, 1, 8, 9], [6, 1], 1)], [2])
+    assert list(draft.tokens) == [7, 1]
+    assert list(draft.confidence) == [confidence(1, 2, 3), confidence(2, 2, 2)]
+    assert confidence(1, 1, 1) < confidence(2, 1, 1) < confidence(2, 3, 3) < 1
+
+
+def test_of_its_own_past_and_earlier_texts_the_likelier_is_continued() -> None:
+    model = Model()
+    first = Suffix().start(host(model))
+    first.propose([row([1, 2, 3, 4, 5, 6], [7])], [4])
+    first.close()
+    state = Suffix().start(host(model))
+    for own, expected in (([3, 9, 1, 2, 3], 4), ([9, 2, 3, 8, 2, 3], 8)):
+        [draft] = state.propose([row([0], own, len(own))], [1])
+        assert list(draft.tokens) == [expected]
 
 
 def test_the_most_frequent_continuation_is_taken() -> None:

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decodekit.kernels.paged_attention import paged_attention, plan_parts, plan_work
+from decodekit.kernels.paged_attention import (
+    FixedWork,
+    WorkShape,
+    next_split,
+    paged_attention,
+    plan_parts,
+    plan_work,
+)
 
 
 def make(
@@ -302,7 +309,20 @@ def test_kernel_left_pads_are_zeros_and_blocks_a_window_let_go_are_not_read(devi
 
 
 @pytest.mark.parametrize(
-    ("length", "parts"), [(512, 1), (513, 2), (4096, 8), (8191, 16), (8192, 8), (16384, 8), (131072, 64)]
+    ("length", "parts"),
+    [
+        (128, 1),
+        (511, 4),
+        (512, 2),
+        (513, 3),
+        (1023, 4),
+        (1024, 2),
+        (4096, 8),
+        (8191, 16),
+        (8192, 8),
+        (16384, 8),
+        (131072, 64),
+    ],
 )
 def test_parts_depend_on_the_length_alone(length, parts) -> None:
     table, start = torch.arange(-(-length // 16))[None], torch.tensor([0, 1])
@@ -323,3 +343,59 @@ def test_work_needs_a_block_for_every_token(change, message) -> None:
     (_, _, _, table, lengths, start), _ = make([9, 5], [2, 2])
     with pytest.raises(ValueError, match=message):
         plan_work(*({"table": table, "lengths": lengths} | change).values(), start, block_size=4, group=1)
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten")
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, window) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("decodekit.kernels.paged_attention.work.TILES", (16, 16))
+    from decodekit.kernels.paged_attention import triton
+
+    # Shared whole splits, a row alone, and one that is not there.
+    now, ahead = [100, 103, 50, 0], 5
+    arguments, options = make([length + ahead for length in now], [1] * 4, shared=[([0, 1], 24)], dtype=torch.float32)
+    options["window"] = window
+    query, keys, values, table, lengths, start = arguments
+    on_device = [tensor.to(device) for tensor in (query, keys, values)]
+    cut = {"block_size": options["block_size"], "window": window, "group": 2}
+    lengths = torch.tensor(now)
+    plan = plan_work(table.clamp(min=0), lengths, start, **cut, ahead=ahead, device="cpu")
+    assert any(item[4] > 1 for _, own in plan.items for item in own.tolist()) == (window is None)
+    fixed = FixedWork(WorkShape.of(plan).roomy(table.shape[1] + 3, growth=1.5), 2, torch.device(device))
+    assert fixed.shape.holds(WorkShape.of(plan))
+    fixed.load(plan)
+    for _ in range(ahead + 1):
+        work = plan_work(table, lengths, start, **cut, device=device)
+        expected = triton.paged_attention(*on_device, work, **options)
+        assert torch.equal(triton.paged_attention(*on_device, fixed.work, **options), expected)
+        fixed.work.grown.add_(1)
+        lengths = lengths + (lengths > 0)
+
+
+@pytest.mark.parametrize("length", [1, 511, 512, 600, 1023, 1024, 8191, 8192, 16383, 16384, 200_000])
+def test_the_next_split_is_where_the_cuts_move(length) -> None:
+    def size(length):
+        table, start = torch.arange(-(-length // 16) + 1)[None], torch.tensor([0, 1])
+        work = plan_work(table, torch.tensor([length]), start, block_size=16, group=4)
+        return int(work.items[0][1][0, 8])
+
+    after = next_split(length)
+    if after is None:
+        assert size(length) == size(2 * length)
+    else:
+        assert size(length) == size(after - 1) != size(after)
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten")
+@pytest.mark.parametrize("window", [None, 150])
+def test_joined_splits_change_no_bit(device, monkeypatch, window) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("decodekit.kernels.paged_attention.work.TILES", (16, 16))
+    arguments, options = make([200, 90, 130, 3], [1, 1, 2, 1], shared=[([0, 1], 8)], dtype=torch.float32)
+    options["window"] = window
+    apart, work = by_kernel(arguments, options, device)
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work._ENOUGH", 2)
+    joined, fewer = by_kernel(arguments, options, device)
+    assert sum(len(own) for _, own in fewer.items) < sum(len(own) for _, own in work.items)
+    assert torch.equal(apart, joined)

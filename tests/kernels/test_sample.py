@@ -77,3 +77,21 @@ def test_kernel_draws_the_tokens_of_the_reference(device, monkeypatch, vocab_siz
     arguments = logits, *strided, *draws(8)
     tokens = triton.sample(*(argument.to(device) for argument in arguments))
     assert tokens.tolist() == reference.sample(*arguments).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1}])
+def test_log_probabilities_are_those_of_what_is_left(device, options) -> None:
+    from decodekit.kernels.sample import triton
+
+    logits = torch.randn(6, 50) * 3
+    given = [tensor.to(device) for tensor in (logits, *filters(6, **options), *draws(6))]
+    for op in (reference.sample, triton.sample):
+        logprobs = torch.full((6,), torch.nan, device=device)
+        tokens = op(*given, logprobs=logprobs).cpu()
+        scaled = logits.double() / options.get("temperature", 1.0)
+        for row, token, logprob in zip(scaled, tokens.tolist(), logprobs.tolist(), strict=True):
+            kept = row.masked_fill(row < row.topk(options.get("top_k", 50)).values[-1], -torch.inf).softmax(-1)
+            ordered = kept.sort(descending=True).values
+            least = ordered[min(int((ordered.cumsum(0) < options.get("top_p", 1.0)).sum()), 49)]
+            kept = kept.masked_fill(kept < max(float(least), options.get("min_p", 0.0) * float(ordered[0])), 0.0)
+            assert abs(float((kept[token] / kept.sum()).log()) - logprob) < 1e-5

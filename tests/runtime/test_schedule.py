@@ -12,14 +12,14 @@ class Model:
     """Any object that can be a key."""
 
 
-def simulate(schedule, passes, *, rates, cost, evidence=0, batch=1, seed=0):
+def simulate(schedule, passes, *, rates, cost, confidence=(), batch=1, seed=0):
     """Passes over rows whose drafted tokens are accepted with these rates by place; lengths, tokens and seconds."""
     rng = random.Random(seed)
     lengths, tokens, seconds = [], 0, 0.0
     rows = list(range(batch))
     for _ in range(passes):
         budgets = schedule.budgets(rows, [100] * batch)
-        drafts = schedule.cut(rows, [Draft([0] * budget, evidence=evidence) for budget in budgets])
+        drafts = schedule.cut(rows, [Draft([0] * budget, confidence=confidence[:budget]) for budget in budgets])
         hits = []
         for draft in drafts:
             place = 0
@@ -81,13 +81,20 @@ def test_what_a_model_showed_holds_for_the_next_call() -> None:
     assert sum(map(bool, lengths)) > 1
 
 
-def test_drafts_with_more_evidence_are_longer() -> None:
+def test_drafts_are_cut_where_confidence_is_low() -> None:
     schedule = Schedule(Ngram(), Model())
-    for _ in range(40):
-        simulate(schedule, 5, rates=[0.1] * 5, cost=linear(0.2), evidence=1)
-        simulate(schedule, 5, rates=[0.95] * 5, cost=linear(0.2), evidence=3)
-    weak, strong = (schedule.cut([0], [Draft([0] * 5, evidence=own)])[0] for own in (1, 3))
-    assert len(weak) < len(strong) == 5
+    simulate(schedule, 3, rates=[0.9] * 5, cost=linear(0.3))
+    for likely, length in (((0.9, 0.9, 0.9, 0.02, 0.9), 3), ((0.05, 0.9, 0.9, 0.9, 0.9), 0)):
+        assert len(schedule.cut([0], [Draft([0] * 5, confidence=likely)])[0]) == length
+
+
+@pytest.mark.parametrize(("said", "is_so"), [(0.85, 0.05), (0.15, 0.95)])
+def test_what_a_drafter_says_is_corrected_by_what_is_measured(said, is_so) -> None:
+    schedule = Schedule(Ngram(), Model())
+    draft = Draft([0] * 5, confidence=[said] * 5)
+    simulate(schedule, 600, rates=[is_so] * 5, cost=linear(0.12), confidence=draft.confidence)
+    length = len(schedule.cut([0], [draft])[0])
+    assert length <= 1 if is_so < said else length >= 4
 
 
 def test_what_was_drawn_or_is_forced_is_not_cut() -> None:

@@ -12,9 +12,11 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.drafts import Draft, DraftState
 from decodekit.core.protocols import Drafter
 from decodekit.recipe import Generation, Recipe
+from decodekit.runtime import speculation
 from decodekit.runtime.decoder import Decoder
 from decodekit.testing import tiny_model
 from tests.cache.families import family_model
+from tests.drafters.making import few
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.oracle import Oracle, Sampled
 
@@ -333,3 +335,59 @@ def test_drafters_on_the_demo_model(demo) -> None:
             model, tokenizer, prompts, max_new_tokens=24
         )
         assert [output.token_ids for output in found] == [output.token_ids for output in plain], drafter
+
+
+# Drawn drafts under a constraint: what it forbids has to be rejected by its probability of 0, not left out beforehand.
+
+LANGUAGE = {"kind": "regex", "pattern": "[ab]{3}"}
+
+
+def lawful_p_value(tokenizer, draws):
+    """Chi-square of texts of the language against what the masked model says."""
+    model, a, b = few("dense"), *tokenizer("ab").input_ids
+    counts = Counter()
+    for seed in range(draws // 500):
+        generation = {"do_sample": True, "seed": seed, "num_return_sequences": 500, "max_new_tokens": 5}
+        recipe = decodekit.load({"constraint": LANGUAGE, "rules": [], "generation": generation}).recipe
+        drafter = Sampled(schedule="constant", max_tokens=3)
+        found = Decoder(recipe.model_copy(update={"drafter": drafter})).run(model, tokenizer, "ab", raw=True)
+        counts.update(output.text for output in found)
+    expected = {"": 1.0}
+    for _ in range(3):
+        histories = torch.tensor([tokenizer("ab" + text).input_ids for text in expected])
+        steps = model(histories).logits[:, -1, [a, b]].softmax(-1).tolist()
+        expected = {
+            text + own: before * step
+            for (text, before), both in zip(expected.items(), steps, strict=True)
+            for own, step in zip("ab", both, strict=True)
+        }
+    assert counts.keys() <= expected.keys()
+    whole = counts.total() / sum(expected.values())
+    return float(chisquare([counts[text] for text in expected], [own * whole for own in expected.values()]).pvalue)
+
+
+@pytest.mark.slow
+def test_drawn_drafts_leave_the_distribution_under_a_constraint(tokenizer) -> None:
+    assert lawful_p_value(tokenizer, 20_000) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_test_sees_drawn_drafts_that_are_pruned(tokenizer, monkeypatch) -> None:
+    def pruned(sequence, draft, room):
+        return draft.kept(sequence.constraint.legal(draft.tokens, draft.parent_of))
+
+    monkeypatch.setattr(speculation, "_lawful", pruned)
+    assert lawful_p_value(tokenizer, 20_000) < 1e-6
+
+
+def test_drawn_drafts_are_left_whole_by_a_constraint(tokenizer, monkeypatch) -> None:
+    given, seen = speculation._lawful, []
+
+    def watched(sequence, draft, room):
+        seen.append((draft, given(sequence, draft, room)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(speculation, "_lawful", watched)
+    assert 0 <= lawful_p_value(tokenizer, 500) <= 1
+    assert len(seen) > 500
+    assert all(before is after for before, after in seen)

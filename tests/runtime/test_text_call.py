@@ -268,7 +268,7 @@ def test_a_trace_tells_what_every_token_came_from(dense, tokenizer, tmp_path) ->
             assert len(top) == 4
             assert sum(probability for *_, probability in top) == pytest.approx(1)
             assert record["entropy"] == pytest.approx(-sum(p * math.log(p) for *_, p in top))
-    assert [r for r in records if r["type"] == "event"] == [
+    assert [r for r in records if r.get("event") == "finished"] == [
         {"type": "event", "event": "finished", "row": row, "finish_reason": "length"} for row in (0, 1)
     ]
 

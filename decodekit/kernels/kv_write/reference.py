@@ -11,7 +11,7 @@ def kv_write(key_cache: Tensor, value_cache: Tensor, slots: Tensor, keys: Tensor
     Args:
         key_cache: [S, H, D], written in place.
         value_cache: [S, H, Dv], written in place.
-        slots: [N] int64, different from each other.
+        slots: [N] int64, different from each other; on a GPU with Triton, a token of slot -1 is left out.
         keys: [N, H, D].
         values: [N, H, Dv].
     """

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decodekit.kernels import overlaps
 
 _NUMBERS = 1024  # of keys and of values that a program writes
 
@@ -33,7 +36,9 @@ def kv_write(key_cache: Tensor, value_cache: Tensor, slots: Tensor, keys: Tensor
         DV=value_width,
         HEADS=some,
         BLOCK=block,
+        OVERLAP=(overlap := overlaps(keys.device)),
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -58,10 +63,16 @@ def _write(
     DV: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * stride_s).to(tl.int64)
     head, dim = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    # A token without a slot is left out.
+    heads = tl.where(slot < 0, 0, heads)
     there = (head < heads) & (dim < D)
     key = tl.load(keys + token * stride_kn + head * stride_kh + dim, mask=there)
     tl.store(key_cache + slot * stride_kcs + head * stride_kch + dim, key.to(key_cache.dtype.element_ty), mask=there)

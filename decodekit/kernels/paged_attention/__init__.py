@@ -10,10 +10,22 @@ from torch import Tensor
 
 from decodekit.kernels import triton_runs
 from decodekit.kernels.paged_attention import reference
+from decodekit.kernels.paged_attention.fixed import FixedWork, WorkShape
 from decodekit.kernels.paged_attention.plan import Part, plan_parts
-from decodekit.kernels.paged_attention.work import Work, plan_work
+from decodekit.kernels.paged_attention.work import Work, next_split, plan_work
 
-__all__ = ["Part", "Work", "paged_attention", "plan_attention", "plan_parts", "plan_work", "why_torch"]
+__all__ = [
+    "FixedWork",
+    "Part",
+    "Work",
+    "WorkShape",
+    "next_split",
+    "paged_attention",
+    "plan_attention",
+    "plan_parts",
+    "plan_work",
+    "why_torch",
+]
 
 _WIDEST = 256
 

@@ -6,15 +6,19 @@ Scores are kept transposed, keys by queries: the keys fill the rows of a matrix 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decodekit.kernels.paged_attention.work import Work
+from decodekit.kernels import overlaps
+from decodekit.kernels.paged_attention.work import COLUMNS, Work
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
+_COLUMNS = tl.constexpr(COLUMNS)
 _MERGED = 16  # parts that are merged at a time
 
 
@@ -53,7 +57,10 @@ def paged_attention(
     lse = query.new_empty((work.num_parts, heads), dtype=torch.float32)
     widths = {"D": width, "DV": value_width}
     padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in widths.items()}
-    tuning = _tuning(query.dtype, max(padded.values()))
+    tuning: dict[str, Any] = _tuning(query.dtype, max(padded.values()))
+    overlap: dict[str, Any] = {"OVERLAP": overlaps(query.device)}
+    if overlap["OVERLAP"]:
+        overlap["launch_pdl"] = True
     for tile, items in work.items:
         _attend[(len(items) * key_heads,)](
             query,
@@ -62,6 +69,7 @@ def paged_attention(
             work.table,
             items,
             work.members,
+            work.grown,
             sinks,
             output,
             parts,
@@ -81,6 +89,7 @@ def paged_attention(
             **widths,
             **padded,
             **tuning,
+            **overlap,
         )
     if len(work.merges):
         _merge[(len(work.merges), heads)](
@@ -94,6 +103,7 @@ def paged_attention(
             DV=value_width,
             BLOCK_DV=padded["BLOCK_DV"],
             num_warps=1,
+            **overlap,
         )
     return output
 
@@ -114,6 +124,7 @@ def _attend(
     table,
     items,
     members,
+    grown,
     sinks,
     output,
     parts,
@@ -138,11 +149,16 @@ def _attend(
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     # The heads of an item one after the other: what they all read of it is in the cache then.
-    item, head = items + tl.program_id(0) // key_heads * 8, tl.program_id(0) % key_heads
-    row, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    first, count = tl.load(item + 3), tl.load(item + 4)
+    item, head = items + tl.program_id(0) // key_heads * _COLUMNS, tl.program_id(0) % key_heads
+    row, first_key, last_key = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    first, count, size = tl.load(item + 3), tl.load(item + 4), tl.load(item + 8)
+    if count == 0:
+        return
     column = tl.arange(0, TILE)
     live = column < count * GROUP
     place = tl.where(live, tl.load(item + 5), 0).to(tl.int64)
@@ -153,70 +169,82 @@ def _attend(
         place = tl.load(member, mask=live, other=0).to(tl.int64)
         position = tl.load(member + 1, mask=live, other=-1)
         part = tl.load(member + 2, mask=live, other=-1).to(tl.int64)
+    lowest, highest_key = first_key, last_key
+    if grown is not None:
+        position = tl.where(live, position + tl.load(grown), -1)
+        highest_key = tl.minimum(last_key, tl.max(position, 0) + 1)
+        if window is not None:
+            lowest = tl.maximum(first_key, tl.min(tl.where(live, position, 2147483647), 0) - window + 1)
     query_head = head * GROUP + column % GROUP
     dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    keys += head.to(tl.int64) * stride_kh + dim[None, :]
+    values += head.to(tl.int64) * stride_vh + value_dim[None, :]
+    table += row.to(tl.int64) * stride_t
+    ones = tl.full([16, KEYS], 1.0, query.dtype.element_ty)
+    offset = tl.arange(0, KEYS)
+    if OVERLAP:
+        # What was read so far is older than any kernel that may still run.
+        gdc_wait()
     queries = tl.load(
         query + (place * stride_qn + query_head * stride_qh)[None, :] + dim[:, None],
         mask=live[None, :] & (dim < D)[:, None],
         other=0.0,
     )
-    keys += head.to(tl.int64) * stride_kh + dim[None, :]
-    values += head.to(tl.int64) * stride_vh + value_dim[None, :]
-    table += row.to(tl.int64) * stride_t
-    highest = tl.full([TILE], float("-inf"), tl.float32)
-    ones = tl.full([16, KEYS], 1.0, query.dtype.element_ty)
-    totals = tl.zeros([16, TILE], tl.float32)
-    if sinks is not None:
-        # Those of queries with parts are for the merge to add.
-        whole = live & (part < 0)
-        sink = tl.load(sinks + query_head, mask=whole, other=0.0).to(tl.float32)
-        highest = tl.where(whole, sink * _LOG2_E, highest)
-        totals += tl.where(whole, 1.0, 0.0)[None, :]
-    result = tl.zeros([BLOCK_DV, TILE], tl.float32)
-    offset = tl.arange(0, KEYS)
-    block = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
-    for begin in range(start, stop, KEYS):
-        token = begin + offset
-        there = token < stop
-        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-        # Loaded a step ahead: keys whose address waits for a load are not fetched while others are multiplied.
-        block = tl.load(table + (token + KEYS) // BLOCK_SIZE, mask=token + KEYS < stop, other=0)
-        key_there, value_there = there[:, None], there[:, None]
-        if BLOCK_D != D:
-            key_there = key_there & (dim < D)[None, :]
-        if BLOCK_DV != DV:
-            value_there = value_there & (value_dim < DV)[None, :]
-        key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
-        scores = tl.dot(key, queries, input_precision="ieee") * scale
-        if softcap is not None:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2_E / softcap)) + 1.0))
-        visible = there[:, None] & (token[:, None] <= position[None, :])
-        if window is not None:
-            visible = visible & (token[:, None] > position[None, :] - window)
-        scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 0))
-        # Finite, where a query saw nothing yet: -inf - -inf is NaN.
-        floor = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - floor[None, :])
-        decay = tl.exp2(highest - floor)
-        value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
-        weights = weights.to(value.dtype)
-        result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
-        # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
-        totals = tl.dot(ones, weights, totals * decay[None, :], input_precision="ieee")
-        highest = higher
-    total = tl.max(totals, 0)  # all its rows are equal
-    result = result / tl.where(total > 0, total, 1.0)[None, :]
-    kept = (value_dim < DV)[:, None] & live[None, :]
-    where = (place * heads + query_head) * DV
-    tl.store(
-        output + where[None, :] + value_dim[:, None],
-        result.to(output.dtype.element_ty),
-        mask=kept & (part < 0)[None, :],
-    )
-    where = part * heads + query_head
-    tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
-    tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
+    for split in range(first_key, last_key, size):
+        start, stop = tl.maximum(split, lowest), tl.minimum(split + size, highest_key)
+        highest = tl.full([TILE], float("-inf"), tl.float32)
+        totals = tl.zeros([16, TILE], tl.float32)
+        if sinks is not None:
+            # Those of queries with parts are for the merge to add.
+            whole = live & (part < 0)
+            sink = tl.load(sinks + query_head, mask=whole, other=0.0).to(tl.float32)
+            highest = tl.where(whole, sink * _LOG2_E, highest)
+            totals += tl.where(whole, 1.0, 0.0)[None, :]
+        result = tl.zeros([BLOCK_DV, TILE], tl.float32)
+        block = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
+        for begin in range(start, stop, KEYS):
+            token = begin + offset
+            there = token < stop
+            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+            # Loaded a step ahead: keys whose address waits for a load are not fetched while others are multiplied.
+            block = tl.load(table + (token + KEYS) // BLOCK_SIZE, mask=token + KEYS < stop, other=0)
+            key_there, value_there = there[:, None], there[:, None]
+            if BLOCK_D != D:
+                key_there = key_there & (dim < D)[None, :]
+            if BLOCK_DV != DV:
+                value_there = value_there & (value_dim < DV)[None, :]
+            key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
+            scores = tl.dot(key, queries, input_precision="ieee") * scale
+            if softcap is not None:
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2_E / softcap)) + 1.0))
+            visible = there[:, None] & (token[:, None] <= position[None, :])
+            if window is not None:
+                visible = visible & (token[:, None] > position[None, :] - window)
+            scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 0))
+            # Finite, where a query saw nothing yet: -inf - -inf is NaN.
+            floor = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - floor[None, :])
+            decay = tl.exp2(highest - floor)
+            value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
+            weights = weights.to(value.dtype)
+            result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
+            # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
+            totals = tl.dot(ones, weights, totals * decay[None, :], input_precision="ieee")
+            highest = higher
+        total = tl.max(totals, 0)  # all its rows are equal
+        result = result / tl.where(total > 0, total, 1.0)[None, :]
+        kept = (value_dim < DV)[:, None] & live[None, :]
+        where = (place * heads + query_head) * DV
+        tl.store(
+            output + where[None, :] + value_dim[:, None],
+            result.to(output.dtype.element_ty),
+            mask=kept & (part < 0)[None, :],
+        )
+        where = part * heads + query_head
+        tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
+        tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
+        part = tl.where(part >= 0, part + 1, part)
 
 
 @triton.jit
@@ -230,9 +258,15 @@ def _merge(
     PARTS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     merge, head = merges + tl.program_id(0) * 3, tl.program_id(1)
     place, first, count = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64), tl.load(merge + 2)
+    if place < 0:
+        return
     number, dim = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
     highest = float("-inf")
     total = 0.0

@@ -16,12 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SPLITS = 512, 2048
-"""Least and most keys a part: short ones occupy the processor with few rows, long ones cost less to begin and to merge."""
+"""Least and most keys a part of a long row: short ones occupy the processor with few rows, long ones cost less to begin and to
+merge."""
 
 _PARTS = 8  # at least, of a row between these; powers of 2, all three
 
 TILES = (16, 64)
 """Rows of scores of narrow items, which waste less, and of wide ones, which read the keys less often; powers of 2."""
+
+COLUMNS = 9
+"""Numbers an item."""
+
+_ENOUGH = 64
+"""Items that keep the processor busy with 8 K/V heads; more of them are joined, which costs less to begin."""
+
+_LONGEST = 4096  # keys of an item that was joined
 
 _MOST_SPLIT_QUERIES = 16  # a row with more keeps the processor busy without cutting its keys
 
@@ -34,12 +43,14 @@ class Work:
 
     Attributes:
         table: [R, B] int32, the block table.
-        items: (rows of scores, [I, 8] int32) a kernel launch: row of the table, first key, stop, place of the first member,
-            members, and the first member itself, which is often the only one.
+        items: (rows of scores, [I, 9] int32) a kernel launch: row of the table, first key, stop, place of the first member,
+            members, the first member itself, which is often the only one, and keys a split: where there are several, each has
+            a part of its own, which follow each other.
         members: [J, 3] int32: place of the query, its position, its part; -1 where the item has all keys of the query.
         merges: [Q, 3] int32: place of the query, first part, number of parts; 0 where a query sees nothing.
         num_parts: how many parts there are.
         group: query heads a K/V head, for which the items were cut.
+        grown: [1] int32, tokens that every row got since then; ``None``: none.
     """
 
     table: Tensor
@@ -48,6 +59,7 @@ class Work:
     merges: Tensor
     num_parts: int
     group: int
+    grown: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ def plan_work(
     block_size: int,
     group: int,
     window: int | None = None,
+    ahead: int = 0,
     device: torch.device | str | None = None,
 ) -> Work:
     """Divide the attention of a batch of rows into items for the kernel. Best called with tensors on the host.
@@ -84,6 +97,8 @@ def plan_work(
         block_size: tokens a block.
         group: query heads a K/V head.
         window: tokens a query sees, itself included; ``None``: all.
+        ahead: the work also serves the next steps in which every row has got as many as ``ahead`` tokens more (see
+            :attr:`Work.grown`); no row may pass a length of :func:`next_split` then.
         device: where the work is needed; ``None``: where ``block_table`` is.
 
     Raises:
@@ -95,10 +110,13 @@ def plan_work(
     rows = _rows(table, length, starts, block_size, window)
     cut = rows.count <= _MOST_SPLIT_QUERIES
     narrow, wide = (max(tile, 1 << (group - 1).bit_length()) for tile in TILES)
-    members, merges, num_parts, sizes, keys = _cut(rows[cut], table, block_size)
+    # Later the window of a row begins within a split that others see whole.
+    members, merges, num_parts, begins, sizes, keys = _cut(
+        rows[cut], table, block_size, ahead, shares=not ahead or window is None
+    )
     whole_members, whole_sizes, whole_keys = _whole(rows[~cut], wide // group, window)
     few = sizes * group <= narrow
-    begins, whole_begins = np.cumsum(sizes) - sizes, np.cumsum(whole_sizes) - whole_sizes + len(members)
+    whole_begins = np.cumsum(whole_sizes) - whole_sizes + len(members)
     members = np.concatenate([members, whole_members])
     wide_items = (
         _items(whole_keys, whole_begins, whole_sizes, members, wide // group),
@@ -154,17 +172,37 @@ def _spread(first: Ints, count: Ints) -> Ints:
     return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
-def _cut(rows: _Rows, table: NDArray[np.int32], block_size: int) -> tuple[Ints, Ints, int, Ints, Ints]:
-    """Rows whose keys are cut: members, merges, number of parts; and of each group its members and (row, start, stop)."""
-    size = np.clip((1 << np.log2(rows.length).astype(np.int64)) // _PARTS, *SPLITS)
-    begin, stop = rows.first // size, -(-rows.length // size)
+def _split_sizes(lengths: Ints) -> Ints:
+    sizes = np.clip((1 << np.log2(lengths).astype(np.int64)) // _PARTS, *SPLITS)
+    # A short row alone would wait for few programs, each with many of its keys.
+    short = np.where(lengths < SPLITS[0], SPLITS[0] // 4, SPLITS[0] // 2)
+    return np.where(lengths < 2 * SPLITS[0], short, sizes)
+
+
+def next_split(length: int) -> int | None:
+    """The length at which a row of ``length`` tokens is first cut at other places; ``None``: it never is."""
+    borders = [SPLITS[0], 2 * SPLITS[0], 2 * _PARTS * SPLITS[0]]
+    while 2 * borders[-1] <= _PARTS * SPLITS[1]:
+        borders.append(2 * borders[-1])
+    return next((border for border in borders if border > length), None)
+
+
+def _cut(
+    rows: _Rows, table: NDArray[np.int32], block_size: int, ahead: int, *, shares: bool
+) -> tuple[Ints, Ints, int, Ints, Ints, Ints]:
+    """Rows whose keys are cut: members, merges, number of parts; of each group the place of its first member, how many it
+    has, and (row, start, stop, keys a split).
+    """
+    size, last = _split_sizes(rows.length), rows.length + ahead
+    begin, stop = rows.first // size, -(-last // size)
     splits = stop - begin
     pair = np.repeat(np.arange(len(splits)), splits)  # of a row and a split
     split = _spread(begin, splits)
     size = size[pair]
-    start, end = np.maximum(split * size, rows.first[pair]), np.minimum((split + 1) * size, rows.length[pair])
-    order, leads = _shared(rows.number[pair], split, size, end - start == size, table, block_size)
-    pair, split, start, end = pair[order], split[order], start[order], end[order]
+    start, end = np.maximum(split * size, rows.first[pair]), np.minimum((split + 1) * size, last[pair])
+    whole = (end - start == size) & (end <= rows.length[pair]) & shares
+    order, leads = _shared(rows.number[pair], split, size, whole, table, block_size)
+    pair, split, start, end, size = pair[order], split[order], start[order], end[order], size[order]
     parts = np.where(splits > 1, splits * rows.count, 0)
     base = np.cumsum(parts) - parts  # of a row's parts: all splits of its first query, then of its next
     count = rows.count[pair]
@@ -172,20 +210,45 @@ def _cut(rows: _Rows, table: NDArray[np.int32], block_size: int) -> tuple[Ints, 
     wide, splitting = np.repeat(pair, count), np.repeat(split - begin[pair], count)
     part = np.where(splits[wide] > 1, base[wide] + step * splits[wide] + splitting, -1)
     members = np.stack([rows.query[wide] + step, rows.position[wide] + step, part], axis=1)
-    sizes = np.add.reduceat(count, np.flatnonzero(leads)) if len(count) else count
-    keys = np.stack([rows.number[pair], start, end], axis=1)[leads]
+    first = np.flatnonzero(leads)
+    sizes = np.add.reduceat(count, first) if len(count) else count
+    begins = np.cumsum(sizes) - sizes
+    keys = np.stack([rows.number[pair], start, end, np.where(start % size, end - start, size)], axis=1)[first]
+    keys, begins, sizes = _join(keys, begins, sizes, split[first])
     merged = rows[splits > 1]
     of_query = np.repeat(np.flatnonzero(splits > 1), merged.count)
     step = _spread(0 * merged.count, merged.count)
     merges = np.stack([rows.query[of_query] + step, base[of_query] + step * splits[of_query], splits[of_query]], axis=1)
-    return members, merges, int(parts.sum()), sizes, keys
+    return members, merges, int(parts.sum()), begins, sizes, keys
+
+
+def _join(keys: Ints, begins: Ints, sizes: Ints, split: Ints) -> tuple[Ints, Ints, Ints]:
+    """Where there are more groups than keep the processor busy, those of one query with the next splits of its row."""
+    most = 1
+    while len(keys) // (2 * most) >= _ENOUGH:
+        most *= 2
+    if most == 1:
+        return keys, begins, sizes
+    order = np.lexsort((split, keys[:, 0], sizes > 1))
+    keys, begins, sizes, split = keys[order], begins[order], sizes[order], split[order]
+    row, start, stop, size = keys.T
+    # Whole splits up to the last, so that each begins where the one before ends.
+    joins = (sizes == 1) & (start % size == 0)
+    follows = (
+        joins[1:] & joins[:-1] & (row[1:] == row[:-1]) & (split[1:] == split[:-1] + 1) & (stop[:-1] % size[:-1] == 0)
+    )
+    follows &= split[1:] % np.minimum(most, np.maximum(_LONGEST // size[1:], 1)) != 0
+    leads = np.flatnonzero(np.concatenate([[True], ~follows]))
+    keys = keys[leads]
+    keys[:, 2] = stop[np.append(leads[1:], len(stop)) - 1]
+    return keys, begins[leads], sizes[leads]
 
 
 def _shared(
     row: Ints, split: Ints, size: Ints, full: NDArray[np.bool_], table: NDArray[np.int32], block_size: int
 ) -> tuple[Ints, NDArray[np.bool_]]:
     """The order that brings the pairs of a row and a split with the same blocks together, and which begin a group."""
-    if SPLITS[0] % block_size or not len(row):
+    if SPLITS[0] // 4 % block_size or not len(row):
         return np.arange(len(row)), np.ones(len(row), dtype=bool)
     first = split * size // block_size
     order = np.lexsort((table[row, first], first, size))
@@ -201,7 +264,7 @@ def _shared(
 
 
 def _whole(rows: _Rows, width: int, window: int | None) -> tuple[Ints, Ints, Ints]:
-    """Rows with many queries, ``width`` of them an item: members, and of each item its members and (row, start, stop)."""
+    """Rows with many queries, ``width`` of them an item: members, and of each item its members and keys, as :func:`_cut`."""
     chunks = -(-rows.count // width)
     row = np.repeat(np.arange(len(chunks)), chunks)
     offset = _spread(0 * chunks, chunks) * width
@@ -213,13 +276,15 @@ def _whole(rows: _Rows, width: int, window: int | None) -> tuple[Ints, Ints, Int
     row, offset, sizes, position, start = row[order], offset[order], sizes[order], position[order], start[order]
     query, where = _spread(rows.query[row] + offset, sizes), _spread(position, sizes)
     members = np.stack([query, where, np.full_like(query, -1)], axis=1)
-    return members, sizes, np.stack([rows.number[row], start, position + sizes], axis=1)
+    stop = position + sizes
+    return members, sizes, np.stack([rows.number[row], start, stop, stop - start], axis=1)
 
 
 def _items(keys: Ints, begins: Ints, sizes: Ints, members: Ints, width: int) -> Ints:
-    """[I, 8]: groups of members over the same keys, ``width`` members an item."""
+    """[I, 9]: groups of members over the same keys, ``width`` members an item."""
     chunks = -(-sizes // width)
     group = np.repeat(np.arange(len(chunks)), chunks)
     offset = _spread(0 * chunks, chunks) * width
     first, count = begins[group] + offset, np.minimum(width, sizes[group] - offset)
-    return np.concatenate([keys[group], np.stack([first, count], axis=1), members[first]], axis=1)
+    keys, size = keys[group, :3], keys[group, 3:]
+    return np.concatenate([keys, np.stack([first, count], axis=1), members[first], size], axis=1)

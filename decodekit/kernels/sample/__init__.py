@@ -11,11 +11,18 @@ __all__ = ["sample"]
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    logprobs: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`decodekit.kernels.sample.reference.sample`; one Triton kernel, which sorts nothing, on a GPU."""
+    """See :func:`decodekit.kernels.sample.reference.sample`; on a GPU Triton kernels, which sort nothing."""
     if triton_runs(logits.device):
         from decodekit.kernels.sample import triton
 
-        return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, counters)
-    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, counters)
+        return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, counters, logprobs)
+    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, counters, logprobs)

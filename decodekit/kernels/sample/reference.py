@@ -11,7 +11,14 @@ _MASK = 0xFFFFFFFF
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    logprobs: Tensor | None = None,
 ) -> Tensor:
     """Draw one token a row by inverse CDF, in vocabulary order, from what the filters leave, applied in this order.
 
@@ -25,6 +32,7 @@ def sample(
         min_p: [P] float32, least share of the best token's probability; 0 for all (Nguyen et al., 2024, arXiv:2407.01082).
         seeds: [P] int64, Philox keys.
         counters: [P, 4] int32, Philox counters.
+        logprobs: [P] float32, filled with the log-probability (nats) of each drawn token among those that are left.
 
     Returns:
         [P] int64.
@@ -45,7 +53,10 @@ def sample(
     weights.masked_fill_(scaled < best + min_p.double().log().unsqueeze(1), 0.0)
     cumulative = weights.cumsum(-1)
     target = uniforms(seeds, counters).double().unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=vocab_size - 1)
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=vocab_size - 1)
+    if logprobs is not None:
+        logprobs.copy_((weights.gather(1, tokens).squeeze(1) / cumulative[:, -1]).log())
+    return tokens.squeeze(1)
 
 
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:

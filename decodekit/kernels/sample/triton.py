@@ -1,4 +1,8 @@
-"""Sampling in Triton, one row a program: thresholds are searched among the few tokens that may stay, nothing is sorted."""
+"""Sampling in Triton: thresholds are searched among the few tokens that may stay, nothing is sorted.
+
+Three passes over the vocabulary, a part of it each program: the best token; how many tokens weigh how much near it; and those
+that may stay, put together in order. One program a row then finds the thresholds among them and draws.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,14 @@ _TOKENS = 4096  # looked at at a time
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    logprobs: Tensor | None = None,
 ) -> Tensor:
     """As the reference, but in float32; ``logits`` are contiguous in their last dimension."""
     positions, vocab_size = logits.shape
@@ -20,17 +31,30 @@ def sample(
     keys = torch.empty((positions, vocab_size), dtype=torch.int32, device=logits.device)
     ids = torch.empty_like(keys)
     block = min(_TOKENS, triton.next_power_of_2(vocab_size))
-    _sample[(positions,)](
-        logits,
+    chunks = triton.cdiv(vocab_size, block)
+    peaks = torch.empty((positions, chunks), dtype=torch.float32, device=logits.device)
+    counts = torch.empty((positions, 3, chunks), dtype=torch.int32, device=logits.device)
+    masses = torch.empty((positions, 3, chunks), dtype=torch.float32, device=logits.device)
+    options = {"TOKENS": block, "CHUNKS": triton.next_power_of_2(chunks)}
+    grid, warps = (chunks, positions), max(1, min(8, block // 128))
+    where = logits.stride(0), vocab_size
+    _peak[grid](logits, peaks, *where, TOKENS=block, num_warps=warps)
+    _weigh[grid](logits, filters[0], peaks, counts, masses, *where, **options, num_warps=warps)
+    _gather[grid](logits, *filters[:3], peaks, counts, masses, keys, ids, *where, **options, num_warps=warps)
+    _choose[(positions,)](
         *filters,
         seeds.contiguous(),
         counters.contiguous(),
+        peaks,
+        counts,
+        masses,
         keys,
         ids,
         tokens,
-        logits.stride(0),
+        logprobs,
         vocab_size,
-        TOKENS=block,
+        chunks,
+        **options,
         num_warps=max(1, min(32, block // 128)),
     )
     return tokens
@@ -108,74 +132,151 @@ def _threshold(keys, count, target, low, high, best, inverse, MASS: tl.constexpr
 
 
 @triton.jit
-def _sample(
+def _numbers(logits, stride, vocab_size, TOKENS: tl.constexpr):
+    """The logits of this program's part of the vocabulary."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    place = tl.program_id(1).to(tl.int64) * stride + token
+    return tl.load(logits + place, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _inverse(temperature, row):
+    heat = tl.load(temperature + row)
+    return 1.0 / tl.where(heat == 0, 1.0, heat)
+
+
+@triton.jit
+def _best(peaks, row, chunks, CHUNKS: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def _bounds(best, inverse):
+    """Only tokens near the best one are looked at again: within 6 or 14 nats, or all that have a weight in single precision."""
+    return best - 6 / inverse, best - 14 / inverse, best - 104 / inverse
+
+
+@triton.jit
+def _peak(logits, peaks, stride, vocab_size, TOKENS: tl.constexpr):
+    best = tl.max(_numbers(logits, stride, vocab_size, TOKENS), 0)
+    tl.store(peaks + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), best)
+
+
+@triton.jit
+def _weigh(
     logits,
+    temperature,
+    peaks,
+    counts,
+    masses,
+    stride,
+    vocab_size,
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row, chunks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    inverse = _inverse(temperature, row)
+    best = _best(peaks, row, chunks, CHUNKS)
+    number = _numbers(logits, stride, vocab_size, TOKENS)
+    weight = tl.exp((number - best) * inverse)
+    near, far, rest = _bounds(best, inverse)
+    place = row * 3 * chunks + tl.program_id(0)
+    tl.store(counts + place, tl.sum((number >= near).to(tl.int32), 0))
+    tl.store(masses + place, tl.sum(tl.where(number >= near, weight, 0.0), 0))
+    tl.store(counts + place + chunks, tl.sum((number >= far).to(tl.int32), 0))
+    tl.store(masses + place + chunks, tl.sum(tl.where(number >= far, weight, 0.0), 0))
+    tl.store(counts + place + 2 * chunks, tl.sum((number >= rest).to(tl.int32), 0))
+    tl.store(masses + place + 2 * chunks, tl.sum(weight, 0))
+
+
+@triton.jit
+def _bound(best, inverse, wanted, nucleus, vocab_size, counts, masses, row, chunks, CHUNKS: tl.constexpr):
+    """Which bound holds all that the filters keep, 0 to 2; the bound; and the mass of all tokens."""
+    chunk = tl.arange(0, CHUNKS)
+    there, place = chunk < chunks, row * 3 * chunks + chunk
+    total = tl.sum(tl.load(masses + place + 2 * chunks, mask=there, other=0.0), 0)
+    # The nucleus of the k best lies among the k best; without a k it weighs this much, and more than rounding can lose.
+    needed = total * (nucleus + 1e-4)
+    few = wanted < vocab_size
+    near, far, bound = _bounds(best, inverse)
+    which = 2
+    far_number = tl.sum(tl.load(counts + place + chunks, mask=there, other=0), 0)
+    far_mass = tl.sum(tl.load(masses + place + chunks, mask=there, other=0.0), 0)
+    if tl.where(few, far_number >= wanted, far_mass >= needed):
+        which, bound = 1, far
+    near_number = tl.sum(tl.load(counts + place, mask=there, other=0), 0)
+    near_mass = tl.sum(tl.load(masses + place, mask=there, other=0.0), 0)
+    if tl.where(few, near_number >= wanted, near_mass >= needed):
+        which, bound = 0, near
+    return which, bound, total
+
+
+@triton.jit
+def _wanted(temperature, top_k, row, vocab_size):
+    return tl.where(tl.load(temperature + row) == 0, 1, tl.minimum(tl.load(top_k + row), vocab_size))
+
+
+@triton.jit
+def _gather(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    peaks,
+    counts,
+    masses,
+    keys,
+    ids,
+    stride,
+    vocab_size,
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row, chunks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    inverse, best = _inverse(temperature, row), _best(peaks, row, chunks, CHUNKS)
+    wanted, nucleus = _wanted(temperature, top_k, row, vocab_size), tl.load(top_p + row)
+    which, bound, _ = _bound(best, inverse, wanted, nucleus, vocab_size, counts, masses, row, chunks, CHUNKS)
+    chunk = tl.arange(0, CHUNKS)
+    before = tl.load(counts + (row * 3 + which) * chunks + chunk, mask=chunk < tl.program_id(0), other=0)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    number = _numbers(logits, stride, vocab_size, TOKENS)
+    inside = (token < vocab_size) & (number >= bound)
+    place = row * vocab_size + tl.sum(before, 0) + tl.cumsum(inside.to(tl.int32), 0) - 1
+    tl.store(keys + place, _key(number), mask=inside)
+    tl.store(ids + place, token, mask=inside)
+
+
+@triton.jit
+def _choose(
     temperature,
     top_k,
     top_p,
     min_p,
     seeds,
     counters,
+    peaks,
+    counts,
+    masses,
     keys,
     ids,
     tokens,
-    stride,
+    logprobs,
     vocab_size,
+    chunks,
     TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
     keys += row * vocab_size
     ids += row * vocab_size
-    heat, share = tl.load(temperature + row), tl.load(min_p + row)
-    wanted, nucleus = tl.minimum(tl.load(top_k + row), vocab_size), tl.load(top_p + row)
-    wanted = tl.where(heat == 0, 1, wanted)
-    inverse = 1.0 / tl.where(heat == 0, 1.0, heat)
+    share, nucleus, offset = tl.load(min_p + row), tl.load(top_p + row), tl.arange(0, TOKENS)
+    wanted = _wanted(temperature, top_k, row, vocab_size)
     few = wanted < vocab_size
-    offset = tl.arange(0, TOKENS)
-    seen = tl.full([TOKENS], float("-inf"), tl.float32)
-    for start in tl.range(0, vocab_size, TOKENS, loop_unroll_factor=4):
-        token = start + offset
-        number = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        seen = tl.maximum(seen, number)
-    best = tl.max(seen, 0)
-    # Only tokens near the best one are looked at again. Which distance, in nats, holds all that the filters keep?
-    near, far = best - 6 / inverse, best - 14 / inverse
-    near_number, far_number = tl.zeros([TOKENS], tl.int32), tl.zeros([TOKENS], tl.int32)
-    near_mass, far_mass, mass = (
-        tl.zeros([TOKENS], tl.float32),
-        tl.zeros([TOKENS], tl.float32),
-        tl.zeros([TOKENS], tl.float32),
-    )
-    for start in tl.range(0, vocab_size, TOKENS, loop_unroll_factor=4):
-        token = start + offset
-        number = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((number - best) * inverse)
-        near_number += (number >= near).to(tl.int32)
-        far_number += (number >= far).to(tl.int32)
-        near_mass += tl.where(number >= near, weight, 0.0)
-        far_mass += tl.where(number >= far, weight, 0.0)
-        mass += weight
-    total = tl.sum(mass, 0)
-    # The nucleus of the k best lies among the k best; without a k it weighs this much, and more than rounding can lose.
-    needed = total * (nucleus + 1e-4)
-    bound = float("-inf")
-    if tl.where(few, tl.sum(far_number, 0) >= wanted, tl.sum(far_mass, 0) >= needed):
-        bound = far
-    if tl.where(few, tl.sum(near_number, 0) >= wanted, tl.sum(near_mass, 0) >= needed):
-        bound = near
-    count = 0
-    for start in tl.range(0, vocab_size, TOKENS, loop_unroll_factor=4):
-        token = start + offset
-        number = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        inside = (token < vocab_size) & (number >= bound)
-        if tl.max(inside.to(tl.int32), 0) > 0:
-            place = count + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(keys + place, _key(number), mask=inside)
-            tl.store(ids + place, token, mask=inside)
-            count += tl.sum(inside.to(tl.int32), 0)
-    # The threads of the program read what others of them wrote.
-    tl.debug_barrier()
+    inverse, best = _inverse(temperature, row), _best(peaks, row, chunks, CHUNKS)
+    which, bound, total = _bound(best, inverse, wanted, nucleus, vocab_size, counts, masses, row, chunks, CHUNKS)
+    chunk = tl.arange(0, CHUNKS)
+    count = tl.sum(tl.load(counts + (row * 3 + which) * chunks + chunk, mask=chunk < chunks, other=0), 0)
     threshold, high, ties = _key(bound), _key(best), vocab_size
     if few:
         threshold = _threshold(keys, count, wanted, threshold, high, best, inverse, False, TOKENS)
@@ -217,7 +318,10 @@ def _sample(
                 passed = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
                 chosen = tl.min(tl.where(passed, place, end), 0)
         before = after
-    tl.store(tokens + row, tl.load(ids + tl.where(chosen < 0, end, chosen)).to(tl.int64))
+    chosen = tl.where(chosen < 0, end, chosen)
+    tl.store(tokens + row, tl.load(ids + chosen).to(tl.int64))
+    if logprobs is not None:
+        tl.store(logprobs + row, (_number(tl.load(keys + chosen)) - best) * inverse - tl.log(total))
 
 
 @triton.jit

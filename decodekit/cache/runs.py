@@ -1,0 +1,212 @@
+"""Many one-token forwards in a row, whose blocks are taken at once: what a captured graph works on.
+
+A :class:`Frame` holds the tensors that such a forward reads, at addresses that never change; a :class:`Run` is the stretch of
+steps that some rows take with it. In between the host does nothing: the forward itself counts its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from decodekit.cache.attention import Layout
+from decodekit.cache.blocks import Copy
+from decodekit.cache.rows import Row
+from decodekit.cache.storage import FullStore
+from decodekit.core.errors import InputError, Refused
+from decodekit.kernels import triton_runs
+from decodekit.kernels.paged_attention import FixedWork, Part, Work, WorkShape, next_split, plan_work, why_torch
+
+if TYPE_CHECKING:
+    from decodekit.cache.paged import PagedCache
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows that forwards are captured for; fewer are filled up with rows that have no tokens."""
+
+
+class FixedLayout(Layout):
+    """A layout whose plan is renewed in place."""
+
+    def __init__(self, work: Work, lengths: Tensor, block_size: int, window: int | None) -> None:
+        super().__init__(work.table, lengths, torch.empty(0), block_size, window)
+        self._work = work
+
+    def parts(self, query: Tensor, keys: Tensor, values: Tensor) -> Work | list[Part]:
+        """The plan.
+
+        Raises:
+            Refused: it was made for other heads, or for the kernel where that does not serve these tensors.
+        """
+        if (reason := why_torch(query, keys, values)) is not None:
+            raise Refused(f"{reason} need a plan of their own for every step")
+        if (group := query.shape[1] // keys.shape[1]) != self._work.group:
+            raise Refused(f"{group} query heads a K/V head in one layer and {self._work.group} in others")
+        self.path = "triton"
+        return self._work
+
+
+class Frame:
+    """The tensors of forwards of one token a row, R rows of one cache; attention takes it for its step.
+
+    Args:
+        cache: their cache, which has room for all its blocks from the start.
+        rows: R.
+        shapes: of the plan of each cache group.
+
+    Attributes:
+        tokens: [R] int64, to be forwarded.
+        lengths: [R] int64, tokens that each row had before; -1 where there is no row.
+        shapes: the same.
+        used: rows that the run has.
+    """
+
+    def __init__(self, cache: PagedCache, rows: int, shapes: Sequence[WorkShape]) -> None:
+        self._cache, self.rows, self.shapes = cache, rows, tuple(shapes)
+        device = cache.device
+        with torch.inference_mode(False):
+            self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.lengths = torch.full((rows,), -1, dtype=torch.int64, device=device)
+            self._works = [FixedWork(shape, cache.heads_a_kv_head, device) for shape in shapes]
+        self._fixed, self.used = triton_runs(device), 0
+        self._slots: list[Tensor] = []
+        self._layouts: list[Layout] = []
+
+    def load(self, run: Run) -> None:
+        """Begin the steps of a run, which fits."""
+        self.used = len(run.rows)
+        pad = [-1] * (self.rows - self.used)
+        self.lengths.copy_(_staged([*(row.length for row in run.rows), *pad], self.lengths))
+        self.tokens.copy_(_staged([*run.tokens, *pad], self.tokens).clamp_(min=0))
+        for fixed, plan in zip(self._works, run.plan(self.rows), strict=True):
+            fixed.load(plan)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[R, 1] int64."""
+        return self.lengths.clamp(min=0).unsqueeze(1)
+
+    def begin(self) -> None:
+        """A forward begins: find the slots of its tokens."""
+        self._slots, self._layouts = [], []
+        positions, there = self.lengths.clamp(min=0), self.lengths >= 0
+        for group, fixed in zip(self._cache.groups, self._works, strict=True):
+            size, table = group.pool.block_size, fixed.work.table
+            block = table.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
+            self._slots.append(torch.where(there, block * size + positions % size, -1))
+            if self._fixed:
+                self._layouts.append(FixedLayout(fixed.work, self.lengths, size, group.window))
+            else:
+                starts = torch.arange(self.rows + 1)
+                self._layouts.append(Layout(table.cpu(), self.lengths.cpu() + 1, starts, size, group.window))
+
+    def end(self) -> None:
+        """A forward is over: every row has a token more."""
+        self.lengths.add_(self.lengths >= 0)
+        for fixed in self._works:
+            assert fixed.work.grown is not None
+            fixed.work.grown.add_(1)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the K/V of the tokens, [R, H, 1, D]; attention reads the blocks itself."""
+        slots = self._slots[self._cache.group_of(layer)]
+        self._cache.store(layer).write(slots, keys.squeeze(2), values.squeeze(2))
+        return keys, values
+
+    def layout(self, layer_idx: int) -> Layout:
+        """Where the rows' tokens lie in this layer."""
+        return self._layouts[self._cache.group_of(layer_idx)]
+
+    def kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """This layer's K/V by slot."""
+        store = self._cache.store(layer_idx)
+        assert isinstance(store, FullStore)
+        return store.keys, store.values
+
+    @property
+    def paths(self) -> set[str]:
+        """What attended to the blocks, see :attr:`Layout.path`."""
+        return {layout.path for layout in self._layouts if layout.path is not None}
+
+
+class Run:
+    """A stretch of steps of some rows, with room for all its tokens; :meth:`finish` ends it.
+
+    Args:
+        cache: their cache.
+        rows: [R] those that take part.
+        tokens: [R] the first that each forwards.
+        steps: most steps.
+
+    Raises:
+        OutOfBlocks: there is no room for all of it; nothing was taken.
+    """
+
+    def __init__(self, cache: PagedCache, rows: Sequence[Row], tokens: Sequence[int], steps: int) -> None:
+        self._cache, self.rows, self.tokens, self.steps = cache, list(rows), list(tokens), steps
+        self._taken = 0
+        self._copies: list[list[list[Copy]]] = []
+        self._plans: dict[int, list[Work]] = {}
+        try:
+            for number, group in enumerate(cache.groups):
+                tables = [row.tables[number] for row in rows]
+                self._copies.append(group.pool.append_together(tables, steps))
+                self._taken += 1
+                group.rectangle.clear()
+                cache.settle_copies(group, [copy for own in self._copies[-1] for copy in own])
+        except BaseException:
+            self.abort()
+            raise
+
+    def plan(self, rows: int) -> list[Work]:
+        """For each cache group the plan of all steps, on the host; ``rows`` counts those that are filled up with."""
+        if rows in self._plans:
+            return self._plans[rows]
+        pads = rows - len(self.rows)
+        lengths = torch.tensor([*(row.length + 1 for row in self.rows), *[0] * pads])
+        plans = self._plans[rows] = []
+        for number, group in enumerate(self._cache.groups):
+            table = group.block_table([row.tables[number] for row in self.rows])
+            table = torch.cat([table, table.new_zeros(pads, table.shape[1])])
+            options: dict[str, Any] = {"group": self._cache.heads_a_kv_head, "window": group.window}
+            options |= {"block_size": group.pool.block_size, "ahead": self.steps - 1, "device": "cpu"}
+            plans.append(plan_work(table, lengths, torch.arange(rows + 1), **options))
+        return plans
+
+    def finish(self, tokens: Sequence[Sequence[int]]) -> None:
+        """The run is over.
+
+        Args:
+            tokens: [R] those that each row has forwarded and keeps; others that it forwarded are dropped.
+        """
+        if wrong := [len(own) for own in tokens if len(own) > self.steps]:
+            raise InputError(f"rows of a run of {self.steps} steps have {wrong} tokens")
+        self._cache.end_run(self, tokens)
+
+    def abort(self) -> None:
+        """Take everything back."""
+        for number, group in enumerate(self._cache.groups[: self._taken]):
+            for row, copied in zip(self.rows, self._copies[number], strict=True):
+                group.pool.retract(row.tables[number], row.length, copied)
+
+
+def most_steps(lengths: Sequence[int]) -> int | None:
+    """How many steps rows of these lengths can take in one run; ``None``: any number.
+
+    A run has one plan, so that no row may get to where its keys are cut at other places.
+    """
+    limits = [(split, length) for length in lengths if (split := next_split(length + 1)) is not None]
+    return min((split - length - 1 for split, length in limits), default=None)
+
+
+def bucket(rows: int, device: torch.device) -> int:
+    """How many rows a forward has that is to serve so many."""
+    if not triton_runs(device):
+        return rows
+    return next((size for size in BUCKETS if size >= rows), rows)
+
+
+def _staged(values: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -1,0 +1,103 @@
+"""``decodekit compare``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from decodekit.cli.console import errors, print_json, results
+from decodekit.compare import Comparison, Line, as_json
+from decodekit.compare.metrics import metric_of
+from decodekit.compare.plot import plot
+from decodekit.compare.rows import Progress, read_rows
+from decodekit.core.errors import InputError
+from decodekit.core.units import format_bytes
+from decodekit.recipe import Recipe, load_recipe
+
+
+def compare_recipes(
+    paths: Sequence[str],
+    *,
+    data: Path,
+    metric: str | None,
+    template: str | None,
+    reference: str | None,
+    limit: int | None,
+    model: str | None,
+    settings: Sequence[str],
+    batch: int,
+    out: Path,
+    resume: bool,
+    as_json_document: bool,
+) -> int:
+    """Decode the rows with every recipe, and print and write what came of it."""
+    recipes = _named({path: load_recipe(path, set_values=settings) for path in paths})
+    rows = read_rows(data, template=template, reference=reference, limit=limit)
+    name, rate = metric_of(metric, [row.reference for row in rows])
+    prompts = hashlib.sha256(json.dumps([row.prompt for row in rows]).encode()).hexdigest()
+    identity = {"recipes": {key: own.to_dict() for key, own in recipes.items()}, "prompts": prompts, "model": model}
+    comparison = Comparison(recipes, rows, rate, Progress(out / "rows.jsonl", identity, resume=resume), batch=batch)
+    interrupted = False
+    with errors.status("loading the model") as status:
+        from decodekit.integrations.models import load_model, load_others
+
+        loaded, tokenizer = load_model(model, progress=status.update)
+        others = {key: load_others(own, loaded, tokenizer, progress=status.update) for key, own in recipes.items()}
+        try:
+            comparison.run(loaded, tokenizer, others, status.update)
+        except KeyboardInterrupt:
+            interrupted = True
+    lines = comparison.lines()
+    document = {"metric": name, "rows": len(comparison.complete()), "recipes": as_json(lines)}
+    (out / "report.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if lines:
+        (out / "plot.svg").write_text(plot(lines, comparison.frontier(), name), encoding="utf-8")
+    if as_json_document:
+        print_json(document)
+    elif lines:
+        _print(lines, name)
+        results.print(f"wrote {out}: rows.jsonl, report.json, plot.svg", markup=False, soft_wrap=True)
+    if interrupted:
+        errors.print(
+            f"interrupted after {len(comparison.complete())} of {len(rows)} rows; --resume goes on", markup=False
+        )
+        return 130
+    return 1 if any(line.failed for line in lines) else 0
+
+
+def _named(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
+    """By file name without its ending; by path where two have the same."""
+    stems = [Path(path).stem for path in recipes]
+    unique = len(set(stems)) == len(stems) and not {"plain", "samples"} & set(stems)
+    if not unique and {"plain", "samples"} & set(recipes):
+        raise InputError("a recipe cannot be called plain or samples here; rename its file")
+    return dict(zip(stems, recipes.values(), strict=True)) if unique else recipes
+
+
+def _print(lines: Sequence[Line], metric: str) -> None:
+    results.print(f"{metric} over {lines[0].rows} rows: mean and 95 % interval; costs are means a row", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("recipe", "quality", "over the first", "plain, same compute", "over plain"):
+        table.add_column(column)
+    for column in ("forwards", "forwarded", "tokens", "s", "K/V"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for line in lines:
+        table.add_row(
+            line.recipe,
+            str(line.quality),
+            "" if line.gain is None else str(line.gain),
+            f"{line.matched.mean:.3f} (best of {line.samples:.1f}; oracle {line.oracle:.3f})",
+            str(line.over_matched),
+            f"{line.forwards:.0f}",
+            f"{line.forwarded_tokens:.0f}",
+            f"{line.tokens:.0f}",
+            f"{line.seconds:.2f}",
+            format_bytes(int(line.kv_bytes)),
+            "" if line.recipe == "plain" else line.verdict + (f", {line.failed} rows failed" if line.failed else ""),
+        )
+    results.print(table)

@@ -1,0 +1,16 @@
+"""``decodekit view``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from decodekit.cli.console import results
+from decodekit.view import page
+
+
+def view_traces(traces: Sequence[Path], out: Path) -> int:
+    """Write the page of these traces."""
+    out.write_text(page(traces), encoding="utf-8")
+    results.print(f"wrote {out}: open it in a browser", markup=False, soft_wrap=True)
+    return 0
