@@ -292,6 +292,8 @@ def _is_dead(matcher: LLMatcher) -> bool:
 def _matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     if len(lark) > MAX_GRAMMAR:
         raise UnsupportedConstraint(f"a grammar of {len(lark)} characters is more than {MAX_GRAMMAR}", ["grammar"])
+    if bad := re.search("[\ud800-\udfff]", lark):
+        raise InputError(f"the grammar holds half of a surrogate pair, {bad.group()!r}; write the character itself")
     # With forcing, of the tokens that spell forced bytes only the one that the tokenizer would cut is legal.
     options = "" if tokenizer is _bytes_tokenizer() else '%llguidance {"no_forcing": true}\n'
     grammar = LLMatcher.grammar_from_lark(options + lark)

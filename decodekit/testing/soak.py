@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     report = soak(minutes=options.minutes, seed=options.seed)
-    json.dump(asdict(report), sys.stdout, indent=2)
+    json.dump(vars(report), sys.stdout, indent=2)
     print()
     return 1 if report.mismatches or report.leaked_blocks or report.growth > 0.01 or report.usable_s > 1 else 0
 

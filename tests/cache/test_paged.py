@@ -127,6 +127,17 @@ def test_a_hybrid_is_hit_only_where_its_states_were_saved(hybrid):
         assert torch.allclose(found, forward(hybrid, [[*prompt, 5]])[0, -1], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["hybrid", "mamba2"])
+def test_states_of_other_tenants_are_not_hit(name, request):
+    model, prompt = request.getfixturevalue(name) if name == "hybrid" else family_model(name), tokens(17)
+    loop = opened(model, prompt, salt="a")
+    loop.cache.open([Prompt([*prompt, 5], salt=salt) for salt in ("a", "b")])
+    assert [row.num_cached for row in loop.cache.rows] == [0, 16, 0]
+    unsalted = opened(model, prompt)
+    unsalted.cache.open([[*prompt, 5], Prompt([*prompt, 5], salt="a")])
+    assert [row.num_cached for row in unsalted.cache.rows] == [0, 16, 0]
+
+
 def test_a_checkpoint_goes_with_its_block(hybrid):
     loop = opened(hybrid, tokens(17), num_blocks=6)
     assert loop.cache.stats()["checkpoints"] == 1

@@ -144,3 +144,8 @@ def test_faults_are_told_in_one_line() -> None:
 def test_a_terminal_without_texts_is_empty() -> None:
     assert engine.is_empty("/[a-z]/ & /[0-9]/")
     assert not engine.is_empty("/[a-z]/ & /[0-9a]/")
+
+
+def test_a_grammar_that_is_no_text_is_refused():
+    with pytest.raises(InputError, match="half of a surrogate pair"):
+        CompiledGrammar('start: "a"  // \ud800', byte_vocabulary())

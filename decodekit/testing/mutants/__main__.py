@@ -71,6 +71,8 @@ def _trials(plugin: str | None, arguments: Sequence[str]) -> list[Trial]:
 
 def _noticed(trial: Trial, timeout: float) -> bool:
     """Whether pytest fails with the fault in place, in a process of its own."""
+    with trial.fault():
+        pass  # a line that is no longer there is no fault that was noticed
     # A fork has everything imported already; elsewhere a fresh process imports it again.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)

@@ -65,7 +65,7 @@ STRATEGIES = _of(
     ("the length penalty is forgotten", "beam:Beam.step", "best.score / length**self.length_penalty", "best.score"),
     ("a group's beams fork from another's", "beam:Beam.step", "parent=rows[own.parent]", "parent=own.parent"),
     ("the worst hypothesis wins", "mbr:rank", "(-scores[place], place)", "(scores[place], place)"),
-    ("equal references count once", "mbr:expected", "index_add_(0,", "index_copy_(0,"),
+    ("equal references count once", "mbr:_rated", "index_add_(0,", "index_copy_(0,"),
     ("the worst candidate wins", "best_of_n:BestOfN._order", "(-keys[number], number)", "(keys[number], number)"),
 )  # fmt: skip
 
@@ -91,7 +91,8 @@ SPECULATION = [
         ("siblings share one draw", "speculation:Speculation.choose", "VERIFY_LANE + child", "VERIFY_LANE", *_SPECULATION),
         ("the first leaf's row goes on", "speculation:Speculation.settle", "if kept != walk.sequence.row:", "if False:",
          *_SPECULATION),
-        ("any child agrees", "speculation:Speculation.choose", "if draft.tokens[child] == picked", "", *_SPECULATION),
+        ("any child agrees", "speculation:Speculation.choose", "draft.child(walk.node, picked)",
+         "next(iter(children), None)", *_SPECULATION),
     ),
 ]  # fmt: skip
 
