@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
 
 def mask_words(width: int) -> int:
     """The int32 words that a mask over ``width`` logits takes."""
@@ -32,7 +34,10 @@ def legal_only(scores: Tensor, mask: Tensor) -> Tensor:
     if scores.device.type == "cpu":
         # A look-up a byte and a minimum take a tenth of what unpacking the bits and masked_fill do.
         limits = np.take(_byte_limits(scores.dtype), mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1)
-        return torch.minimum(scores, torch.from_numpy(limits).view(scores.dtype)[:, : scores.shape[-1]])
+        limits = limits[:, : scores.shape[-1]]
+        if scores.dtype in _NUMPY:  # a row is too short for threads, and waiting for them costs more than it saves
+            return torch.from_numpy(np.minimum(scores.detach().numpy(), limits.view(_NUMPY[scores.dtype])))
+        return torch.minimum(scores, torch.from_numpy(limits).view(scores.dtype))
     words = mask.to(scores.device).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=scores.device)
     illegal = (words & 1).flatten(1)[:, : scores.shape[-1]] == 0
     return scores.masked_fill(illegal, -torch.inf)
@@ -44,6 +49,13 @@ def _byte_limits(dtype: torch.dtype) -> NDArray[Any]:
     bits = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=-1, bitorder="little")
     limits = torch.where(torch.from_numpy(bits).bool(), torch.inf, -torch.inf).to(dtype)
     return limits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[limits.element_size()]).numpy()
+
+
+def best_of_each(scores: Tensor) -> Tensor:
+    """[R] the largest of each row of scores, [R, V] floats."""
+    if scores.device.type == "cpu" and scores.dtype in _NUMPY:
+        return torch.from_numpy(scores.detach().numpy().max(-1))
+    return scores.amax(-1)
 
 
 def is_legal(row: Tensor, token: int) -> bool:

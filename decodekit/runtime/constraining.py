@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decodekit.core import registry
-from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal_only, mask_words
+from decodekit.core.constraint import CompiledConstraint, ConstraintState, best_of_each, legal_only, mask_words
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint, Drafter
@@ -311,7 +311,7 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
     index, masks = torch.tensor(list(words), device=scores.device), torch.stack(list(words.values()))
     all_rows = len(words) == len(scores)
     own = legal_only(scores if all_rows else scores[index], masks)
-    if bool((empty := own.amax(-1) == -torch.inf).any()):
+    if bool((empty := best_of_each(own) == -torch.inf).any()):
         own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
     return (own if all_rows else scores.index_copy(0, index, own)), failures
 
