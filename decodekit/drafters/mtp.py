@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decodekit.core.checkpoints import check_target, load_weights, read_config, read_tensors
-from decodekit.core.compat import text_config
+from decodekit.core.compat import cache_layers, text_config
 from decodekit.core.draft_heads import Head, HeadDrafts
 from decodekit.core.drafts import DraftHost, DraftState
 from decodekit.core.errors import InputError, Refused
@@ -101,12 +101,18 @@ class Mtp(Drafter):
                 f"no MTP layer in {str(path)!r}: expected tensors named mtp.* or model.layers.{count}.*; was it left out when "
                 "the model was saved?"
             )
-        kinds = getattr(text_config(model), "layer_types", None) or ["full_attention"] * count
-        if "full_attention" not in kinds:
+        config = text_config(model)
+        layers = cache_layers(config)
+        full = [place for place, own in enumerate(layers) if own.attention and own.window is None and not own.states]
+        if not full:
             raise Refused(
                 f"drafter 'mtp': {type(model).__name__} has no full-attention layer, which an MTP layer is like"
             )
-        place = max(number for number, kind in enumerate(kinds) if kind == "full_attention")
+        if not cache_layers(text_config(with_layers(model, full[-1:])))[0].attention:
+            raise Refused(
+                f"drafter 'mtp': the decoder of {type(model).__name__} cannot run one of its attention layers alone"
+            )
+        place = full[-1]
         weight = model.get_output_embeddings().weight
         head = MtpHead(model, place).to(weight.device, weight.dtype).eval().requires_grad_(False)
         load_weights(head, tensors, path)

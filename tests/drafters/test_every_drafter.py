@@ -8,6 +8,7 @@ import torch
 import decodekit
 from decodekit.cache.paged import PagedCache
 from decodekit.core.compat import CACHE_KEY
+from decodekit.core.errors import Refused
 from decodekit.core.types import Output
 from decodekit.testing import tiny_model
 from tests.cache.families import family_model
@@ -130,6 +131,10 @@ def test_greedy_tokens_are_those_of_plain_decoding(turns, tokenizer, tmp_path, f
     if (family, batch) not in turns:
         turns[family, batch] = all_turns(target(family), tokenizer, batch)
     drafter, models = made(name, turns[family, batch][0].model, tmp_path)
+    if (name, family) == ("mtp", "mamba2"):
+        with pytest.raises(Refused, match="cannot run one of its attention layers alone"):
+            turns[family, batch][0].check(drafter, models)
+        return
     outputs = [output for own in turns[family, batch] for output in own.check(drafter, models)]
     assert sum(output.stats["draft_tokens"] for output in outputs) > 0
     if name in ("draft_model", "another vocabulary"):
