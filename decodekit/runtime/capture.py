@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +86,8 @@ def _pool() -> Any:
 
 def fingerprint(model: nn.Module) -> int:
     """Another number for weights at other places, other modules, hooks or forwards: what was made for a model holds no more."""
-    parts: list[Any] = [*module._global_forward_hooks, *module._global_forward_pre_hooks]
-    for own in model.modules():
+    parts: list[Any] = [hook for hooks in _GLOBAL for hook in hooks]
+    for own in _modules(model):
         hooks = (*own._forward_hooks, *own._forward_pre_hooks)  # handles' ids, which are never used twice
         weights = [(_address(weight), weight.dtype) for weight in own._parameters.values() if weight is not None]
         parts.append((id(own), type(own), hooks, _others_forward(own), *weights))
@@ -96,15 +96,13 @@ def fingerprint(model: nn.Module) -> int:
 
 def hooked(model: nn.Module) -> bool:
     """Whether others run code in its forwards: hooks, or forwards that they put in place of a module's own."""
-    return any(map(is_hooked, model.modules()))
+    return any(map(is_hooked, _modules(model)))
 
 
 def is_hooked(own: nn.Module) -> bool:
     """The same of one module, without those that it consists of."""
-    hooks = (own._forward_hooks, own._forward_pre_hooks, module._global_forward_hooks, module._global_forward_pre_hooks)
-    return _others_forward(own) is not None or any(
-        getattr(hook, "__module__", None) != _OUTPUTS for own_hooks in hooks for hook in own_hooks.values()
-    )
+    hooks = [hook for place in (own._forward_hooks, own._forward_pre_hooks, *_GLOBAL) for hook in place.values()]
+    return _others_forward(own) is not None or any(getattr(hook, "__module__", None) != _OUTPUTS for hook in hooks)
 
 
 def from_elsewhere(model: nn.Module) -> bool:
@@ -112,8 +110,20 @@ def from_elsewhere(model: nn.Module) -> bool:
     return not all(type(own).__module__.startswith(("torch.", "transformers.")) for own in model.modules())
 
 
+_GLOBAL = (module._global_forward_hooks, module._global_forward_pre_hooks)
 _OUTPUTS = "transformers.utils.output_capturing"
 """Its hooks stay where they once kept a hidden state, and a graph holds what they do."""
+
+
+def _modules(model: nn.Module) -> Iterable[nn.Module]:
+    """All modules, without their names: at every step, ``modules()`` would take longer than all else here."""
+    found, waiting = {model: None}, [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return found
 
 
 def _others_forward(own: nn.Module) -> int | None:

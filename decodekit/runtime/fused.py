@@ -34,7 +34,8 @@ _RESIDUAL_LAYERS = {
 }
 """Layers that add attention and feed-forward to their input, each after a norm, and do nothing else."""
 _ROTATION = "apply_rotary_pos_emb"
-_CLOSE = 1e-2  # of two computations in half precision
+_CLOSE = 2e-2  # of two computations in half precision
+_CLOSE_LAYERS = 5e-2  # of several, each from the last one's result
 _PEAKS = (4.0, 64.0)
 """Largest numbers that an activation is tried with: some layers clamp them, and half precision holds the second's square."""
 
@@ -135,7 +136,7 @@ class _Plan:
         parts = [_forward_swap(own) for own in self.forwards.items() if own[0] in set(layer.modules())]
         forward = Replacement(_decode, layer, *ends)
         # What is added to a small input is most of the output.
-        if _agree(layer, forward, [whole, whole / 64], parts, **options):
+        if _agree(layer, forward, [whole, whole / 64], parts, apart=_CLOSE_LAYERS, **options):
             self.forwards[layer] = forward
 
 
@@ -179,22 +180,27 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _agree(
-    module: nn.Module, forward: Replacement, inputs: Sequence[Tensor], parts: Sequence[Swap] = (), **options: Any
+    module: nn.Module,
+    forward: Replacement,
+    inputs: Sequence[Tensor],
+    parts: Sequence[Swap] = (),
+    apart: float = _CLOSE,
+    **options: Any,
 ) -> bool:
     """Whether a module's own forward and another, with its parts replaced too, give the same numbers."""
     try:
         for given in inputs:
             expected = type(module).forward(module, given, **options)
             with swapped(parts):
-                if not _close(expected, forward(given, **options)):
+                if not _close(expected, forward(given, **options), apart):
                     return False
     except Exception:  # it takes other arguments
         return False
     return True
 
 
-def _close(left: Tensor, right: Tensor) -> bool:
-    return bool((left.float() - right.float()).norm() <= _CLOSE * left.float().norm())
+def _close(left: Tensor, right: Tensor, apart: float = _CLOSE) -> bool:
+    return bool((left.float() - right.float()).norm() <= apart * left.float().norm())
 
 
 def _waves(*shape: int, device: torch.device | None = None) -> Tensor:

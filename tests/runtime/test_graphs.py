@@ -229,7 +229,6 @@ def test_a_forward_serves_fewer_rows_than_it_was_captured_for(steps, dense, monk
     assert all(steps["ends"])
     assert steps["reasons"] == {None}
     assert len(steps["rows"]) > 1
-    assert steps["stats"].forward_captures == 1
     assert steps["stats"].pick_captures == len(steps["rows"])
 
 
