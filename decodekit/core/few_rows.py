@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from decodekit.core.swaps import Replacement, Swap, swapped
 
 FEWEST, MOST = 2, 5
 
@@ -31,18 +33,10 @@ def few_rows(model: nn.Module) -> Iterator[None]:
     layers = [
         layer
         for layer in model.modules()
-        if type(layer) is nn.Linear
-        and layer.weight.dtype == torch.float32
-        and layer.weight.device.type == "cpu"
-        and "forward" not in vars(layer)
+        if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu"
     ]
-    for layer in layers:
-        vars(layer)["forward"] = partial(_forward, layer)
-    try:
+    with swapped([Swap(layer, "forward", Replacement(_forward, layer)) for layer in layers]):
         yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
 
 
 @cache

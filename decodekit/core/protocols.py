@@ -69,12 +69,14 @@ class Rule(Plugin):
     Attributes:
         sampling_only: reshapes what is sampled from, so that greedy decoding skips it.
         keeps_best: a ``sampling_only`` rule never drops the most likely token; some do so on purpose.
-        capturable: has no host synchronisation, so that a CUDA graph can hold it.
+        capturable: a CUDA graph can hold it. A graph repeats the operations of one call and runs no Python: such a rule reads
+            nothing but its fields, the tensors of ``rows``, ``rows.eos`` and the logits, and never asks the device for a number
+            (``.item()``, ``.tolist()``, ``if tensor:``). Others are decoded step by step.
     """
 
     sampling_only: ClassVar[bool] = False
     keeps_best: ClassVar[bool] = True
-    capturable: ClassVar[bool] = True
+    capturable: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:

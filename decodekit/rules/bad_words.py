@@ -28,6 +28,7 @@ class BadWords(Rule):
     """
 
     cost: ClassVar[str] = "O(V + words)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["bad_words"] = "bad_words"
     words: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="texts to ban")

@@ -28,6 +28,7 @@ class Dry(Rule):
     """
 
     cost: ClassVar[str] = "O(V + 50 L)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["dry"] = "dry"
     multiplier: float = Field(
@@ -85,4 +86,5 @@ class Dry(Rule):
         return matched
 
     def _breaks(self, tokens: Tensor) -> Tensor:
-        return torch.isin(tokens, constant(self.breaker_ids, torch.int64, tokens.device))
+        # isin makes the host wait where there are many breakers.
+        return (tokens.unsqueeze(-1) == constant(self.breaker_ids, torch.int64, tokens.device)).any(-1)

@@ -22,6 +22,7 @@ class Epsilon(Rule):
 
     cost: ClassVar[str] = "O(V)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["epsilon"] = "epsilon"
     epsilon: float = Field(description="lowest probability that is kept, in (0, 1)", gt=0, lt=1)

@@ -22,6 +22,7 @@ class Eta(Rule):
 
     cost: ClassVar[str] = "O(V)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["eta"] = "eta"
     epsilon: float = Field(description="the threshold where entropy is low, in (0, 1)", gt=0, lt=1)

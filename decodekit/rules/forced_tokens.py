@@ -24,6 +24,7 @@ class ForcedTokens(Rule):
     """
 
     cost: ClassVar[str] = "O(V)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["forced_tokens"] = "forced_tokens"
     ids: FrozenDict[Annotated[int, Field(ge=0)], TokenId] = Field(

@@ -20,6 +20,7 @@ class FrequencyPenalty(Rule):
     """
 
     cost: ClassVar[str] = "O(V + L)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["frequency_penalty"] = "frequency_penalty"
     penalty: float = Field(

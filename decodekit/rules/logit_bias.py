@@ -26,6 +26,7 @@ class LogitBias(Rule):
     """
 
     cost: ClassVar[str] = "O(V)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["logit_bias"] = "logit_bias"
     bias: FrozenDict[Key, FiniteFloat] = Field(

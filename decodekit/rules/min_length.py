@@ -21,6 +21,7 @@ class MinLength(Rule):
     """
 
     cost: ClassVar[str] = "O(V)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["min_length"] = "min_length"
     n: int = Field(description="fewest tokens of an output, its end not counted", ge=1)

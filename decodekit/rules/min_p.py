@@ -22,6 +22,7 @@ class MinP(Rule):
 
     cost: ClassVar[str] = "O(V)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["min_p"] = "min_p"
     p: float = Field(description="share of the best token's probability, in (0, 1]", gt=0, le=1)

@@ -24,7 +24,6 @@ class Mirostat(Rule):
 
     cost: ClassVar[str] = "O(V)"
     sampling_only: ClassVar[bool] = True
-    capturable: ClassVar[bool] = False
 
     kind: Literal["mirostat"] = "mirostat"
     tau: float = Field(5.0, description="surprise that is aimed at, in bits a token", gt=0, allow_inf_nan=False)

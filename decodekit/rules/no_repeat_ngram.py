@@ -21,6 +21,7 @@ class NoRepeatNgram(Rule):
     """
 
     cost: ClassVar[str] = "O(V + n L)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["no_repeat_ngram"] = "no_repeat_ngram"
     n: int = Field(description="length of the n-grams in tokens; 1 lets no token occur twice", ge=1)

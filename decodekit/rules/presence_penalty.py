@@ -20,6 +20,7 @@ class PresencePenalty(Rule):
     """
 
     cost: ClassVar[str] = "O(V + L)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["presence_penalty"] = "presence_penalty"
     penalty: float = Field(

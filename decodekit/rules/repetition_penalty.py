@@ -21,6 +21,7 @@ class RepetitionPenalty(Rule):
     """
 
     cost: ClassVar[str] = "O(V + L)"
+    capturable: ClassVar[bool] = True
 
     kind: Literal["repetition_penalty"] = "repetition_penalty"
     penalty: float = Field(

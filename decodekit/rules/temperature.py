@@ -21,6 +21,7 @@ class Temperature(Rule):
 
     cost: ClassVar[str] = "O(V)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["temperature"] = "temperature"
     t: float = Field(

@@ -29,6 +29,7 @@ class TopH(Rule):
 
     cost: ClassVar[str] = "O(V log V)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["top_h"] = "top_h"
     h: float = Field(description="share of the entropy to keep, in (0, 1]; 1 changes nothing", gt=0, le=1)

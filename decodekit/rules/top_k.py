@@ -22,6 +22,7 @@ class TopK(Rule):
 
     cost: ClassVar[str] = "O(V log k)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["top_k"] = "top_k"
     k: int = Field(description="how many tokens are kept; at most the vocabulary", ge=1)

@@ -26,6 +26,7 @@ class TopP(Rule):
 
     cost: ClassVar[str] = "O(V log V)"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["top_p"] = "top_p"
     p: float = Field(description="mass to keep, in (0, 1]; 1 changes nothing", gt=0, le=1)

@@ -27,6 +27,7 @@ class Typical(Rule):
     cost: ClassVar[str] = "O(V log V)"
     sampling_only: ClassVar[bool] = True
     keeps_best: ClassVar[bool] = False
+    capturable: ClassVar[bool] = True
 
     kind: Literal["typical"] = "typical"
     p: float = Field(description="mass to keep, in (0, 1]; 1 changes nothing", gt=0, le=1)

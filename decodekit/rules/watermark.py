@@ -25,7 +25,6 @@ class Watermark(Rule):
     """
 
     cost: ClassVar[str] = "O(V) a row, on the host"
-    capturable: ClassVar[bool] = False
 
     kind: Literal["watermark"] = "watermark"
     greenlist_ratio: float = Field(0.25, description="share of the vocabulary that is green", gt=0, lt=1)

@@ -27,7 +27,6 @@ class Xtc(Rule):
     cost: ClassVar[str] = "O(V)"
     sampling_only: ClassVar[bool] = True
     keeps_best: ClassVar[bool] = False
-    capturable: ClassVar[bool] = False
 
     kind: Literal["xtc"] = "xtc"
     threshold: float = Field(0.1, description="probability that makes a token a top choice", gt=0, le=1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules import module
+
+from decodekit.core.swaps import Replacement
 
 
 @dataclass
@@ -20,6 +24,7 @@ class GraphStats:
         forward_captures: forwards that were captured; those of earlier calls are used again.
         pick_captures: captures of score, rules and pick.
         pool_bytes: memory that the captures of this call took.
+        short: runs that there were too few blocks for; a step of each was launched alone.
         eager: why steps are launched one by one; ``None`` where they are not.
     """
 
@@ -27,7 +32,13 @@ class GraphStats:
     forward_captures: int = 0
     pick_captures: int = 0
     pool_bytes: int = 0
+    short: int = 0
     eager: str | None = None
+
+
+def captures(device: torch.device) -> bool:
+    """Whether what runs on this device is captured."""
+    return device.type == "cuda"
 
 
 def capture(call: Callable[[], None], stats: GraphStats) -> Any:
@@ -73,13 +84,53 @@ def _pool() -> Any:
     return _POOL[0]
 
 
-def fingerprint(model: Any, session: object) -> int:
-    """Another number for weights at other places, other modules or hooks: what was captured does not hold for them.
+def fingerprint(model: nn.Module) -> int:
+    """Another number for weights at other places, other modules, hooks or forwards: what was made for a model holds no more."""
+    parts: list[Any] = [hook for hooks in _GLOBAL for hook in hooks]
+    for own in _modules(model):
+        hooks = (*own._forward_hooks, *own._forward_pre_hooks)  # handles' ids, which are never used twice
+        weights = [(_address(weight), weight.dtype) for weight in own._parameters.values() if weight is not None]
+        parts.append((id(own), type(own), hooks, _others_forward(own), *weights))
+    return hash(tuple(parts))
 
-    Modules from elsewhere (adapters) may compute something else at any time: every session has a number of its own then.
-    """
-    modules = [*model.modules()]
-    known = all(type(own).__module__.startswith(("torch.", "transformers.")) for own in modules)
-    hooks = [len(own._forward_hooks) + len(own._forward_pre_hooks) for own in modules]
-    weights = [(own.data_ptr(), own.dtype) for own in model.parameters()]
-    return hash((*map(id, modules), *hooks, *weights, None if known else id(session)))
+
+def hooked(model: nn.Module) -> bool:
+    """Whether others run code in its forwards: hooks, or forwards that they put in place of a module's own."""
+    return any(map(is_hooked, _modules(model)))
+
+
+def is_hooked(own: nn.Module) -> bool:
+    """The same of one module, without those that it consists of."""
+    hooks = [hook for place in (own._forward_hooks, own._forward_pre_hooks, *_GLOBAL) for hook in place.values()]
+    return _others_forward(own) is not None or any(getattr(hook, "__module__", None) != _OUTPUTS for hook in hooks)
+
+
+def from_elsewhere(model: nn.Module) -> bool:
+    """Whether modules are not torch's or transformers' (adapters): they may compute something else at any time."""
+    return not all(type(own).__module__.startswith(("torch.", "transformers.")) for own in model.modules())
+
+
+_GLOBAL = (module._global_forward_hooks, module._global_forward_pre_hooks)
+_OUTPUTS = "transformers.utils.output_capturing"
+"""Its hooks stay where they once kept a hidden state, and a graph holds what they do."""
+
+
+def _modules(model: nn.Module) -> Iterable[nn.Module]:
+    """All modules, without their names: at every step, ``modules()`` would take longer than all else here."""
+    found, waiting = {model: None}, [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return found
+
+
+def _others_forward(own: nn.Module) -> int | None:
+    forward = vars(own).get("forward")
+    return None if forward is None or isinstance(forward, Replacement) else id(forward)
+
+
+def _address(weight: Tensor) -> int:
+    """Where a weight lies; those that consist of others (quantized ones) do not tell."""
+    return weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight)

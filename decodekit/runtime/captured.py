@@ -12,7 +12,7 @@ from decodekit.cache.runs import Frame, Run, bucket
 from decodekit.core.random import TOKEN_LANE
 from decodekit.core.types import BranchOutputs, Outputs, Rows
 from decodekit.kernels.paged_attention import WorkShape
-from decodekit.runtime.capture import GraphStats, capture, fingerprint
+from decodekit.runtime.capture import GraphStats, capture, captures, fingerprint, from_elsewhere
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.scoring import Scoring
@@ -102,7 +102,7 @@ class Pick:
             self._counters = torch.tensor(counters, dtype=torch.int32, device=device)
             self.read = torch.zeros(3, rows, dtype=torch.float64, device=device)
         self.graph: Any = None
-        self.captures = device.type == "cuda"
+        self.captures = captures(device)
 
     def load(self, sequences: Sequence[SequenceState]) -> None:
         """The rows have so many tokens now."""
@@ -183,7 +183,8 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         stats: is told of captures.
     """
     cache, rows = session.cache, bucket(len(run.rows), session.cache.device)
-    model = fingerprint(session.model, session)
+    # Where modules may change what they compute, every session has forwards of its own.
+    model = fingerprint(session.model), id(session) if from_elsewhere(session.model) else None
     for stale in [other for other in cache.captured if other[0] != model]:
         del cache.captured[stale]
     key = model, session.layers, rows
@@ -197,7 +198,7 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
     growth = min(2.0, most / now)
     roomy = [shape.roomy(count, growth) for shape, count in zip(shapes, blocks, strict=True)]
     forward = Forward(session, Frame(cache, rows, roomy))
-    if cache.device.type == "cuda":
+    if captures(cache.device):
         forward.load(run)
         forward.capture(stats)
         # Only a replay fills it: what lies there may be anything.

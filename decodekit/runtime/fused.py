@@ -8,28 +8,36 @@ places.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from decodekit.core.shared import PerModel
+from decodekit.core.swaps import Replacement, Swap, swapped
 from decodekit.kernels import triton_runs
 from decodekit.kernels.linear import MOST_ROWS, gated_linear, linear
 from decodekit.kernels.rms_norm import rms_norm
 from decodekit.kernels.rotary import rotary
+from decodekit.runtime.capture import fingerprint, hooked, is_hooked
 
 _HALVES = (torch.bfloat16, torch.float16)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _SILU = ("SiLU", "SiLUActivation")
-_RESIDUAL_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+_RESIDUAL_LAYERS = {
+    f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}DecoderLayer"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+}
 """Layers that add attention and feed-forward to their input, each after a norm, and do nothing else."""
 _ROTATION = "apply_rotary_pos_emb"
 _CLOSE = 2e-2  # of two computations in half precision
+_CLOSE_LAYERS = 5e-2  # of several, each from the last one's result
+_PEAKS = (4.0, 64.0)
+"""Largest numbers that an activation is tried with: some layers clamp them, and half precision holds the second's square."""
 
 
 @contextmanager
@@ -39,58 +47,60 @@ def fused(model: Any) -> Iterator[None]:
     Args:
         model: the model; a module whose forward was already replaced (hooks of accelerate, ...) is left alone.
     """
-    # Modules that were added or replaced since (adapters) make another plan.
-    modules = [*model.modules()]
-    hooks = sum(len(own._forward_hooks) + len(own._forward_pre_hooks) for own in modules)
-    plan = _PLANS.of(model, (hash(tuple(map(id, modules))), model.dtype, model.device, hooks))
-    if not plan.made:
-        plan.make(model)
-    replaced = [(module, forward) for module, forward in plan.forwards if "forward" not in vars(module)]
-    usual = {module: getattr(module, _ROTATION) for module in plan.rotations}
-    for module, forward in replaced:
-        vars(module)["forward"] = forward
-    for module, rotation in plan.rotations.items():
-        setattr(module, _ROTATION, rotation)
-    try:
+    if not triton_runs(model.device):
         yield
-    finally:
-        for module, _ in replaced:
-            vars(module).pop("forward", None)
-        for module, rotation in usual.items():
-            setattr(module, _ROTATION, rotation)
+        return
+    # Modules that were added or replaced since (adapters), and other hooks, make another plan.
+    with swapped(_PLANS.of(model).swaps(model, fingerprint(model))):
+        yield
+
+
+class _Plans:
+    """What is replaced in a model, as it is now."""
+
+    def __init__(self) -> None:
+        self._made: tuple[int, list[Swap]] | None = None
+
+    def swaps(self, model: nn.Module, key: int) -> list[Swap]:
+        made = self._made
+        if made is None or made[0] != key:
+            plan = _Plan()
+            with torch.no_grad():
+                plan.make(model)
+            made = self._made = key, [*map(_forward_swap, plan.forwards.items()), *plan.rotations]
+        return made[1]
 
 
 class _Plan:
-    """What is replaced in a model."""
+    """What is replaced in a model: forwards that gave the same numbers as its own."""
 
     def __init__(self) -> None:
-        self.made = False
-        self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        self.rotations: dict[Any, Callable[..., Any]] = {}
+        self._linears: set[nn.Module] = set()
+        self.forwards: dict[nn.Module, Replacement] = {}
+        self.rotations: list[Swap] = []
 
     def make(self, model: nn.Module) -> None:
-        self.made = True
         devices = {own.device for own in model.parameters()}
         if len(devices) != 1 or not triton_runs(next(iter(devices))):
             return  # kernels run on the current device
-        linears: dict[nn.Module, _Linear] = {}
-        for module in model.modules():
-            if _is_plain(module):
-                linears[module] = _Linear(module)
-        self.forwards += linears.items()
+        self._linears = set(filter(_is_plain, model.modules()))
+        self.forwards |= {module: Replacement(_linear, module) for module in self._linears}
         norms: dict[type, float | None] = {}
+        names: set[str] = set()
         for module in model.modules():
             children = dict(module.named_children())
             if type(module).__name__.endswith("RMSNorm"):
                 self._norm(module, norms)
-            elif all(children.get(name) in linears for name in _PROJECTIONS):
-                self._together([children[name] for name in _PROJECTIONS])
-                self._rotation(type(module).__module__)
+            elif all(children.get(name) in self._linears for name in _PROJECTIONS):
+                together = _Together([children[name] for name in _PROJECTIONS])
+                self.forwards |= together.forwards
+                names.add(type(module).__module__)
             elif children.keys() == _GATED and type(children["act_fn"]).__name__ in _SILU:
-                self._gate(module, children, linears)
+                self._gate(module, children)
         for layer in model.modules():
-            if type(layer).__name__ in _RESIDUAL_LAYERS:
-                self._residual(layer, linears)
+            if f"{type(layer).__module__}.{type(layer).__qualname__}" in _RESIDUAL_LAYERS and not hooked(layer):
+                self._residual(layer)
+        self.rotations = [swap for name in sorted(names) if (swap := _rotation(sys.modules[name])) is not None]
 
     def _norm(self, module: Any, known: dict[type, float | None]) -> None:
         eps, weight = getattr(module, "variance_epsilon", getattr(module, "eps", None)), getattr(module, "weight", None)
@@ -98,67 +108,99 @@ class _Plan:
             return
         if type(module) not in known:
             given = _waves(4, len(weight), device=weight.device).to(weight.dtype)
-            fits = [offset for offset in (0.0, 1.0) if _close(module(given), rms_norm(given, weight, eps, offset))]
+            fits = [own for own in (0.0, 1.0) if _agree(module, Replacement(_norm, module, eps, own), [given])]
             known[type(module)] = fits[0] if fits else None
         if (offset := known[type(module)]) is not None:
-            self.forwards.append((module, partial(_norm, module, eps, offset)))
+            self.forwards[module] = Replacement(_norm, module, eps, offset)
 
-    def _together(self, layers: Sequence[Any]) -> None:
-        shared = _Together(layers)
-        self.forwards = [own for own in self.forwards if own[0] not in layers]
-        self.forwards += [(layer, partial(shared, place)) for place, layer in enumerate(layers)]
-
-    def _rotation(self, name: str) -> None:
-        module = sys.modules[name]
-        original = getattr(module, _ROTATION, None)
-        if original is None or module in self.rotations:
+    def _gate(self, module: nn.Module, children: Mapping[str, Any]) -> None:
+        gate, up, down, activation = (children[name] for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        if not self._linears.issuperset({gate, up, down}) or is_hooked(activation):
             return
-
-        def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-            fits = cos.shape[-1] == query.shape[-1] and cos.ndim == 3 and query.dtype in _HALVES
-            if args or kwargs or not fits or not triton_runs(query.device) or query.shape[2] > MOST_ROWS:
-                return original(query, key, cos, sin, *args, **kwargs)
-            return rotary(query, key, cos, sin)
-
-        query, key = (_waves(2, heads, 3, 8) for heads in (4, 2))
-        angle = 3 * _waves(2, 3, 4)
-        cos, sin = (torch.cat([part, part], dim=-1) for part in (angle.cos(), angle.sin()))
-        try:
-            pairs = zip(original(query, key, cos, sin), rotary(query, key, cos, sin), strict=True)
-            same = all(_close(*pair) for pair in pairs)
-        except Exception:  # it takes other arguments
-            same = False
-        if same:
-            self.rotations[module] = rotate
-
-    def _gate(self, module: nn.Module, children: Mapping[str, Any], linears: Mapping[nn.Module, _Linear]) -> None:
-        gate, up = children["gate_proj"], children["up_proj"]
-        if any(own not in linears for own in (gate, up, children["down_proj"])):
+        if gate.bias is not None or up.bias is not None or gate.weight.shape != up.weight.shape:
             return
-        if gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape:
-            self.forwards.append((module, partial(_feed_forward, module)))
+        given = _waves(4, gate.in_features, device=gate.weight.device).to(gate.weight.dtype)
+        largest = torch.stack([nn.functional.linear(given, own.weight).abs().max() for own in (gate, up)]).max()
+        forward = Replacement(_feed_forward, module)
+        if _agree(module, forward, [(given * (peak / largest)).to(given.dtype) for peak in _PEAKS]):
+            self.forwards[module] = forward
 
-    def _residual(self, layer: Any, linears: Mapping[nn.Module, _Linear]) -> None:
-        attention, feed_forward = (linears.get(own) for own in (layer.self_attn.o_proj, layer.mlp.down_proj))
-        if attention is not None and feed_forward is not None:
-            self.forwards.append((layer, partial(_decode, layer, attention, feed_forward)))
+    def _residual(self, layer: Any) -> None:
+        ends = layer.self_attn.o_proj, layer.mlp.down_proj
+        if not self._linears.issuperset(ends):
+            return
+        # One token a row: attention over itself alone is its value, whatever queries and keys round to.
+        whole = _waves(3, 1, ends[0].out_features, device=ends[0].weight.device).to(ends[0].weight.dtype)
+        turn = whole.new_ones(3, 1, layer.self_attn.head_dim)
+        options = {"attention_mask": None, "position_embeddings": (turn, torch.zeros_like(turn))}
+        parts = [_forward_swap(own) for own in self.forwards.items() if own[0] in set(layer.modules())]
+        forward = Replacement(_decode, layer, *ends)
+        # What is added to a small input is most of the output.
+        if _agree(layer, forward, [whole, whole / 64], parts, apart=_CLOSE_LAYERS, **options):
+            self.forwards[layer] = forward
 
 
-_PLANS: PerModel[_Plan] = PerModel(_Plan)
+_PLANS: PerModel[_Plans] = PerModel(_Plans)
+_ROTATIONS: dict[Any, Swap] = {}
+
+
+def _forward_swap(own: tuple[nn.Module, Replacement]) -> Swap:
+    return Swap(own[0], "forward", own[1])
+
+
+def _rotation(module: Any) -> Swap | None:
+    """The rotation of a module of Python, which all models of a family share."""
+    original = getattr(module, _ROTATION, None)
+    if original is None or module in _ROTATIONS:
+        return _ROTATIONS.get(module)
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        fits = cos.shape[-1] == query.shape[-1] and cos.ndim == 3 and query.dtype in _HALVES
+        if args or kwargs or not fits or not triton_runs(query.device) or query.shape[2] > MOST_ROWS:
+            return original(query, key, cos, sin, *args, **kwargs)
+        return rotary(query, key, cos, sin)
+
+    query, key = (_waves(2, heads, 3, 8) for heads in (4, 2))
+    angle = 3 * _waves(2, 3, 4)
+    cos, sin = (torch.cat([part, part], dim=-1) for part in (angle.cos(), angle.sin()))
+    try:
+        pairs = zip(original(query, key, cos, sin), rotary(query, key, cos, sin), strict=True)
+        same = all(_close(*pair) for pair in pairs)
+    except Exception:  # it takes other arguments
+        same = False
+    return _ROTATIONS.setdefault(module, Swap(module, _ROTATION, rotate, original)) if same else None
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer with weights as the kernel reads them."""
-    if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
-        return False
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not nn.Linear or type(module.weight.data) is not Tensor or is_hooked(module):
         return False
     weight = module.weight
     return weight.dtype in _HALVES and triton_runs(weight.device) and weight.is_contiguous()
 
 
-def _close(left: Tensor, right: Tensor) -> bool:
-    return bool((left.float() - right.float()).norm() <= _CLOSE * left.float().norm())
+def _agree(
+    module: nn.Module,
+    forward: Replacement,
+    inputs: Sequence[Tensor],
+    parts: Sequence[Swap] = (),
+    apart: float = _CLOSE,
+    **options: Any,
+) -> bool:
+    """Whether a module's own forward and another, with its parts replaced too, give the same numbers."""
+    try:
+        for given in inputs:
+            expected = type(module).forward(module, given, **options)
+            with swapped(parts):
+                if not _close(expected, forward(given, **options), apart):
+                    return False
+    except Exception:  # it takes other arguments
+        return False
+    return True
+
+
+def _close(left: Tensor, right: Tensor, apart: float = _CLOSE) -> bool:
+    return bool((left.float() - right.float()).norm() <= apart * left.float().norm())
 
 
 def _waves(*shape: int, device: torch.device | None = None) -> Tensor:
@@ -171,44 +213,51 @@ def _rows(hidden: Tensor) -> int:
     return hidden.shape[:-1].numel()
 
 
-class _Linear:
-    """The forward of a linear layer; ``residual`` is added to the next one's result."""
+class _Passed(threading.local):
+    """What forwards of one thread hand to the next ones.
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self.residual: Tensor | None = None
+    Attributes:
+        residuals: a linear layer, what is added to its next result.
+        together: linear layers, the rows that they were given and what they make of them.
+    """
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        residual, self.residual = self.residual, None
-        weight, bias = self._layer.weight, self._layer.bias
-        if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != weight.dtype:
-            output = nn.functional.linear(hidden, weight, bias)
-            return output if residual is None else residual + output
-        added = None if residual is None else residual.reshape(rows, -1)
-        output = linear(hidden.reshape(rows, -1), [weight], [bias], added)
-        return output.view(*hidden.shape[:-1], -1)
+    def __init__(self) -> None:
+        self.residuals: dict[nn.Module, Tensor] = {}
+        self.together: tuple[_Together, Tensor, tuple[Tensor, ...]] | None = None
+
+
+_PASSED = _Passed()
+
+
+def _linear(layer: Any, hidden: Tensor) -> Tensor:
+    residual = _PASSED.residuals.pop(layer, None)
+    weight, bias = layer.weight, layer.bias
+    if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != weight.dtype:
+        output = nn.functional.linear(hidden, weight, bias)
+        return output if residual is None else residual + output
+    added = None if residual is None else residual.reshape(rows, -1)
+    output = linear(hidden.reshape(rows, -1), [weight], [bias], added)
+    return output.view(*hidden.shape[:-1], -1)
 
 
 class _Together:
-    """The forwards of linear layers that are given the same rows one after the other: the first computes all."""
+    """Linear layers that are given the same rows one after the other: the first computes all."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._given: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
+        self.forwards = {layer: Replacement(self._forward, place) for place, layer in enumerate(layers)}
 
-    def __call__(self, place: int, hidden: Tensor) -> Tensor:
+    def _forward(self, place: int, hidden: Tensor) -> Tensor:
         own = self._layers[place]
         if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != own.weight.dtype:
             return nn.functional.linear(hidden, own.weight, own.bias)
-        if hidden is not self._given:
-            weights, biases = [own.weight for own in self._layers], [own.bias for own in self._layers]
+        passed = _PASSED.together
+        if passed is None or passed[0] is not self or passed[1] is not hidden:
+            weights, biases = [layer.weight for layer in self._layers], [layer.bias for layer in self._layers]
             whole = linear(hidden.reshape(rows, -1), weights, biases).view(*hidden.shape[:-1], -1)
-            self._given, self._parts = hidden, whole.split([len(weight) for weight in weights], dim=-1)
-        part = self._parts[place]
-        if place == len(self._layers) - 1:
-            self._given, self._parts = None, ()
-        return part
+            passed = self, hidden, whole.split([len(weight) for weight in weights], dim=-1)
+        _PASSED.together = None if place == len(self._layers) - 1 else passed
+        return passed[2][place]
 
 
 def _norm(module: Any, eps: float, offset: float, hidden: Tensor) -> Tensor:
@@ -225,9 +274,17 @@ def _feed_forward(module: Any, hidden: Tensor) -> Tensor:
     return result
 
 
-def _decode(layer: Any, attention: _Linear, feed_forward: _Linear, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    attention.residual = hidden_states
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-    feed_forward.residual = attended
-    output: Tensor = layer.mlp(layer.post_attention_layernorm(attended))
-    return output
+def _decode(layer: Any, attention: nn.Module, feed_forward: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    normed = layer.input_layernorm(hidden_states)
+    attended = _adding(hidden_states, attention, lambda: layer.self_attn(hidden_states=normed, **kwargs)[0])
+    return _adding(attended, feed_forward, lambda: layer.mlp(layer.post_attention_layernorm(attended)))
+
+
+def _adding(residual: Tensor, last: nn.Module, call: Callable[[], Tensor]) -> Tensor:
+    """A call's result and the residual, which the linear layer that it ends with adds; another forward of that does not."""
+    _PASSED.residuals[last] = residual
+    try:
+        output = call()
+    finally:
+        left = _PASSED.residuals.pop(last, None)
+    return output if left is None else left + output

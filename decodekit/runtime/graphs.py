@@ -16,7 +16,7 @@ from decodekit.cache.runs import Run, bucket, most_steps
 from decodekit.core.errors import DecodekitError
 from decodekit.core.types import Outputs
 from decodekit.kernels import triton_runs
-from decodekit.runtime.capture import GraphStats, capture
+from decodekit.runtime.capture import GraphStats, capture, hooked
 from decodekit.runtime.captured import AHEAD, STEPS, Device, Pick, forward_of
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.lane import Lane
@@ -26,6 +26,7 @@ from decodekit.runtime.session import Session
 from decodekit.runtime.tasks import PlainTask, Task
 
 _LOG = logging.getLogger(__name__)
+_EAGER = "steps are launched one by one: %s"
 
 
 class Graphs:
@@ -44,12 +45,14 @@ class Graphs:
         self._picks: dict[Any, Pick] = {}
         self.stats = GraphStats(eager=watched or self._why_not(sessions, lane))
         if self.stats.eager is not None and triton_runs(sessions[0].model.device):
-            _LOG.info("steps are launched one by one: %s", self.stats.eager)
+            _LOG.info(_EAGER, self.stats.eager)
 
     def _why_not(self, sessions: Sequence[Session], lane: Lane) -> str | None:
         tasks = lane.tasks
         if lane.speculation is not None:
             return "drafts"
+        if lane.auditor is not None:
+            return "an audit"
         if len(self._sessions) < len(sessions):
             return "a cache without blocks"
         for session in self._sessions:
@@ -65,6 +68,10 @@ class Graphs:
 
     def takes(self, live: Sequence[tuple[Task, SequenceState]]) -> bool:
         """Whether the next steps of these rows can be taken here."""
+        # Hooks may be added between any two steps.
+        if self.stats.eager is None and any(hooked(session.model) for session in self._sessions):
+            self.stats.eager = "forward hooks"
+            _LOG.info(_EAGER, self.stats.eager)
         return self.stats.eager is None and all(sequence.tokens for _, sequence in live)
 
     def run(self, live: Sequence[tuple[Task, SequenceState]]) -> Generator[StepRecord, None, bool]:
@@ -84,14 +91,17 @@ class Graphs:
                 )
             device = self._device(runs, sequences)
             return (yield from self._read(live, device, steps))
-        except OutOfBlocks:
+        except OutOfBlocks as error:
+            self.stats.short += 1
+            if self.stats.short == 1:
+                _LOG.warning("a step is launched alone, as the blocks of many are not to be had: %s", error)
             return False
         except (RuntimeError, DecodekitError) as error:
             if any(len(own.tokens) > count for own, count in zip(sequences, before, strict=True)):
                 raise
             # Captures end so where a model or rule waits for the device; eager steps tell about everything else.
             self.stats.eager = f"it could not be captured: {str(error).splitlines()[0] if str(error) else error!r}"
-            _LOG.warning("steps are launched one by one: %s", self.stats.eager)
+            _LOG.warning(_EAGER, self.stats.eager)
             return False
         finally:
             # The last token of a row is not forwarded yet, those before it are.
@@ -136,6 +146,9 @@ class Graphs:
             ]
             return Outputs({name: branch for part in parts for name, branch in part.items()})
 
+        # Forwards are used again for other numbers of rows: a pick is captured for those of this run.
+        for forward, run in zip(forwards, runs, strict=True):
+            forward.load(run)
         if (pick := self._picks.get(key)) is None:
             pick = Pick(
                 self._scorer,
@@ -150,9 +163,9 @@ class Graphs:
                 pick.graph = capture(pick, self.stats)
             self.stats.pick_captures += 1
             self._picks[key] = pick
+            for forward, run in zip(forwards, runs, strict=True):
+                forward.load(run)  # the capture fed them tokens
         pick.load(sequences)
-        for forward, run in zip(forwards, runs, strict=True):
-            forward.load(run)
         return Device(forwards, pick)
 
     def _read(

@@ -143,7 +143,7 @@ class Pipeline:
             if index in self.stateful:
                 return f"rule {name!r} keeps a state"
             if not getattr(step, "capturable", False):
-                return f"rule {name!r} waits for the device"
+                return f"rule {name!r} is not capturable"
         return None
 
     def pick_blindly(

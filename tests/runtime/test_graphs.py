@@ -1,13 +1,19 @@
 """Runs of steps give the tokens of single steps. On a CPU everything but the capture itself runs."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import ClassVar, Literal
 
 import pytest
 import torch
 
 import decodekit
+from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.stepping import SteppedCache
+from decodekit.cache.storage import FullStore
+from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
+from decodekit.runtime.capture import fingerprint, hooked
 from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.testing import tiny_model
@@ -36,19 +42,22 @@ def steps(monkeypatch):
     monkeypatch.setattr(PagedSession, "why_no_run", lambda self: self.cache.why_no_run())
     # Attention reads blocks itself only where that is faster; here always.
     monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
-    seen = {"steps": 0, "ends": [], "reasons": set()}
+    seen = {"steps": 0, "ends": [], "reasons": set(), "rows": set(), "stats": None}
     run, takes = Graphs.run, Graphs.takes
 
     def counted(self, live):
         before = self.stats.steps
+        seen["rows"].add(len(live))
         ended = yield from run(self, live)
         seen["steps"] += self.stats.steps - before
         seen["ends"].append(ended)
         return ended
 
     def asked(self, live):
+        taken = takes(self, live)
         seen["reasons"].add(self.stats.eager)
-        return takes(self, live)
+        seen["stats"] = self.stats
+        return taken
 
     monkeypatch.setattr(Graphs, "run", counted)
     monkeypatch.setattr(Graphs, "takes", asked)
@@ -183,3 +192,115 @@ def test_stats_are_plain_data() -> None:
     from decodekit.runtime.capture import GraphStats
 
     assert dataclasses.asdict(GraphStats(eager="drafts"))["eager"] == "drafts"
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Forwards and picks are captured: called once before, as a capture does, then replayed."""
+
+    def capture(call, stats):
+        call()
+        return SimpleNamespace(replay=call)
+
+    monkeypatch.setattr("decodekit.runtime.captured.captures", lambda device: True)
+    for where in ("captured", "graphs"):
+        monkeypatch.setattr(f"decodekit.runtime.{where}.capture", capture)
+
+
+@pytest.fixture
+def pads(monkeypatch):
+    """Forwards have eight rows, also here, where K/V of those that are not there are left out."""
+    write = FullStore.write
+    for where in ("captured", "graphs"):
+        monkeypatch.setattr(f"decodekit.runtime.{where}.bucket", lambda rows, device: 8)
+    monkeypatch.setattr(
+        FullStore, "write", lambda self, slots, *kv: write(self, slots[slots >= 0], *(own[slots >= 0] for own in kv))
+    )
+
+
+@pytest.mark.usefixtures("captured", "pads")
+@pytest.mark.parametrize("recipe", [{}, {"rules": RULES, "generation": SAMPLED}], ids=["greedy", "rules"])
+def test_a_forward_serves_fewer_rows_than_it_was_captured_for(steps, dense, monkeypatch, recipe) -> None:
+    monkeypatch.setattr("decodekit.runtime.graphs.STEPS", 4)
+    plain = one_by_one(dense, recipe)
+    ends = [int(plain[0, 9]), int(plain[1, 14])]
+    expected = one_by_one(dense, recipe, eos=ends)
+    assert torch.equal(decode(dense, recipe, eos=ends), expected)
+    assert all(steps["ends"])
+    assert steps["reasons"] == {None}
+    assert len(steps["rows"]) > 1
+    assert steps["stats"].pick_captures == len(steps["rows"])
+
+
+def test_an_audit_sees_every_step(steps, dense, tokenizer) -> None:
+    [output] = decodekit.load({"cache": "paged", "audit": 1}).run(
+        dense, tokenizer, ["ab"], max_new_tokens=9, eos_token_id=None
+    )
+    assert output.stats["audit"]["steps"] == 9
+    assert steps["reasons"] == {"an audit"}
+
+
+def test_forward_hooks_are_called_at_every_step(steps) -> None:
+    model, called = tiny_model("dense", dtype=torch.float64), []
+    decode(model, {}, new=4)
+    assert steps["steps"] == 3
+    register = model.model.layers[1].mlp.up_proj
+    for hook in (register.register_forward_hook, register.register_forward_pre_hook):
+        called.clear()
+        handle = hook(lambda *given: called.append(1))
+        decode(model, {}, new=4)
+        handle.remove()
+        assert len(called) == 4
+        assert steps["stats"].eager == "forward hooks"
+    register.forward = lambda hidden, own=register.forward: called.append(1) or own(hidden)
+    decode(model, {}, new=4)
+    assert len(called) == 8
+    assert steps["steps"] == 3
+    del register.forward
+    decode(model, {}, new=4)
+    assert steps["steps"] == 6
+
+
+def test_a_hook_in_the_place_of_another_is_noticed() -> None:
+    model = tiny_model("dense")
+    seen = [fingerprint(model)]
+    for _ in range(2):
+        handle = model.model.norm.register_forward_hook(lambda *given: None)
+        seen.append(fingerprint(model))
+        handle.remove()
+    assert len(set(seen)) == 3
+    assert fingerprint(model) == seen[0]
+    model.model.norm.forward = model.model.norm.forward
+    assert fingerprint(model) not in seen
+    assert hooked(model)
+
+
+def test_where_blocks_are_short_it_is_said_once(steps, dense, monkeypatch, caplog) -> None:
+    expected, begin = one_by_one(dense, {}), PagedSession.begin_run
+    refused = iter([True, True, False])
+
+    def begin_run(self, rows, tokens, count):
+        if next(refused, False):
+            raise OutOfBlocks(9, 2, 0, 8)
+        return begin(self, rows, tokens, count)
+
+    monkeypatch.setattr(PagedSession, "begin_run", begin_run)
+    with caplog.at_level("WARNING", "decodekit.runtime.graphs"):
+        assert torch.equal(decode(dense, {}), expected)
+    assert steps["ends"] == [False, False, True]
+    assert (steps["stats"].short, steps["stats"].eager, steps["steps"]) == (2, None, 21)
+    assert [own.args[0].args for own in caplog.records] == [(str(OutOfBlocks(9, 2, 0, 8)),)]
+
+
+def test_a_rule_with_a_memory_of_its_own_is_not_captured(steps, dense) -> None:
+    class Counting(Rule):
+        kind: Literal["counting"] = "counting"
+        calls: ClassVar[list[int]] = []
+
+        def __call__(self, rows, logits):
+            self.calls.append(len(rows))
+            return logits.index_fill(1, torch.tensor([len(self.calls) + 10]), torch.inf).clamp(max=1e4)
+
+    ids = decode(dense, {"rules": [Counting()]}, new=4)
+    assert ids[0, 5:].tolist() == [11, 12, 13, 14]
+    assert steps["reasons"] == {"rule 'counting' is not capturable"}

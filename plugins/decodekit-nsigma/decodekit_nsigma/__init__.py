@@ -20,6 +20,7 @@ class TopNSigma(Rule):
 
     cost: ClassVar[str] = "two passes over the vocabulary"
     sampling_only: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     kind: Literal["top_n_sigma"] = "top_n_sigma"
     n: float = Field(1.0, gt=0, description="standard deviations below the best logit that are kept")
