@@ -40,7 +40,9 @@ def check_recipe(recipe: str, settings: Sequence[str]) -> int:
         return 2
     loaded = load_recipe(recipe, set_values=settings)
     rules = ", ".join(rule.kind for rule in loaded.rules) if loaded.rules else "none"
-    results.print(f"ok: strategy {loaded.strategy.kind}, rules {rules}", markup=False)
+    others = {name: getattr(loaded, name) for name in ("constraint", "drafter", "cache") if name in loaded.model_fields_set}
+    named = "".join(f", {name} {section.kind}" for name, section in others.items() if section is not None)
+    results.print(f"ok: strategy {loaded.strategy.kind}, rules {rules}{named}", markup=False, soft_wrap=True)
     if (cost := cost_of(loaded)).factors or cost.unknown:
         results.print(str(cost), markup=False)
     return 0

@@ -1,6 +1,7 @@
 import json
 
 import jsonschema
+import pytest
 
 
 def test_plugins_as_json_has_the_promised_fields(cli) -> None:
@@ -48,6 +49,32 @@ def test_check_names_every_fault(cli, recipe) -> None:
     lines = result.err.strip().splitlines()
     assert len(lines) == 3
     assert all(line.startswith("error: ") for line in lines)
+
+
+def test_check_names_constraint_drafter_and_cache(cli, recipe) -> None:
+    text = "constraint: {kind: regex, pattern: a+}\ndrafter: ngram\ncache: {kind: paged, block_size: 8}\n"
+    assert cli("check", recipe(text)).out.startswith(
+        "ok: strategy sample, rules none, constraint regex, drafter ngram, cache paged\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("constraint", "place"),
+    [
+        ('{kind: regex, pattern: "(["}', "1:13: constraint: "),
+        ("{kind: json_schema, schema: {type: objec}}", "1:13: constraint: "),
+        ("{kind: grammar, lark: 'start: ('}", "1:13: constraint: "),
+        ("{kind: grammar, gbnf: 'root ::= missing'}", "1:13: constraint: "),
+        ("\n  kind: all_of\n  constraints:\n    - {kind: choice, choices: [a]}\n    - {kind: regex, pattern: '*'}", "5:7: "),
+    ],
+)
+def test_check_compiles_the_constraint(cli, recipe, constraint, place) -> None:
+    path = recipe(f"constraint: {constraint}\n")
+    result = cli("check", path)
+    assert result.code == 2
+    assert f"{path}:{place}" in result.err
+    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 def test_schema_is_a_json_schema_that_knows_installed_plugins(cli) -> None:
