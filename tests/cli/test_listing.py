@@ -29,6 +29,28 @@ def test_plugins_as_a_table(cli) -> None:
     assert "decodekit-nsigma" in result.out
 
 
+def test_plugins_in_a_pipe_have_a_line_each(cli, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = cli("plugins", "--json").json
+    lines = cli("plugins").out.splitlines()
+    assert len(lines) == len(rows) + 1
+    assert all(row["cost"] in line for row, line in zip(rows, lines[1:], strict=True))
+
+
+def test_plugins_shows_one_with_its_options(cli) -> None:
+    shown = cli("plugins", "best_of_n").out
+    assert "best_of_n (strategies)" in shown
+    options = {line.split()[0]: line for line in shown.splitlines() if line}
+    assert options["n"].split()[:3] == ["n", "8", "candidates"]
+    assert options["scorer"].split()[1] == "required"
+    [document] = cli("plugins", "best_of_n", "--json").json
+    assert {option["name"] for option in document["options"]} == {"inner", "n", "scorer", "soft", "pruning"}
+    assert cli("plugins", "json_schema").out.count("schema") > 1
+    wrong = cli("plugins", "dolla")
+    assert wrong.code == 2
+    assert "did you mean 'dola'?" in wrong.err
+
+
 def test_check_says_ok_without_a_model(cli, recipe) -> None:
     result = cli("check", recipe("strategy: dola\nrules: [{kind: top_p, p: 0.9}, {kind: top_n_sigma}]\n"))
     assert (result.code, result.out) == (0, "ok: strategy dola, rules top_p, top_n_sigma\n")
@@ -65,7 +87,10 @@ def test_check_names_constraint_drafter_and_cache(cli, recipe) -> None:
         ("{kind: json_schema, schema: {type: objec}}", "1:13: constraint: "),
         ("{kind: grammar, lark: 'start: ('}", "1:13: constraint: "),
         ("{kind: grammar, gbnf: 'root ::= missing'}", "1:13: constraint: "),
-        ("\n  kind: all_of\n  constraints:\n    - {kind: choice, choices: [a]}\n    - {kind: regex, pattern: '*'}", "5:7: "),
+        (
+            "\n  kind: all_of\n  constraints:\n    - {kind: choice, choices: [a]}\n    - {kind: regex, pattern: '*'}",
+            "5:7: ",
+        ),
     ],
 )
 def test_check_compiles_the_constraint(cli, recipe, constraint, place) -> None:
