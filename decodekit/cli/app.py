@@ -186,11 +186,16 @@ def compare(
 
 
 @app.command()
-def plugins(json: Json = False) -> int:
-    """List every plugin, and what failed to load."""
-    from decodekit.cli.listing import list_plugins
+def plugins(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="show this plugin with its options, such as dola")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """List every plugin, and what failed to load; or show one with its options."""
+    from decodekit.cli.listing import list_plugins, show_plugin
 
-    return list_plugins(as_json=json)
+    return list_plugins(as_json=json) if kind is None else show_plugin(kind, as_json=json)
 
 
 @app.command()

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from decodekit.cli.console import errors, print_json, results
@@ -41,13 +43,24 @@ def compare_recipes(
     progress = Progress(out / "rows.jsonl", identity, rows, resume=resume)
     comparison = Comparison(recipes, rows, rate, progress, batch=batch)
     interrupted = False
-    with errors.status("loading the model") as status:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=errors, transient=True) as bar:
         from decodekit.integrations.models import load_model, load_others
 
-        loaded, tokenizer = load_model(model, progress=status.update)
-        others = {key: load_others(own, loaded, tokenizer, progress=status.update) for key, own in recipes.items()}
+        task = bar.add_task("loading the model", total=None)
+
+        def loading(what: str) -> None:
+            bar.update(task, description=what)
+
+        def decoding(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+            if not errors.is_terminal:
+                errors.print(f"{what} ({100 * done // total} % done)", markup=False, soft_wrap=True)
+
+        loaded, tokenizer = load_model(model, progress=loading)
+        others = {key: load_others(own, loaded, tokenizer, progress=loading) for key, own in recipes.items()}
         try:
-            comparison.run(loaded, tokenizer, others, status.update)
+            comparison.run(loaded, tokenizer, others, decoding)
         except KeyboardInterrupt:
             interrupted = True
     lines = comparison.lines()

@@ -7,9 +7,12 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 errors = Console(stderr=True, highlight=False, emoji=False)
 results = Console(highlight=False, emoji=False)
+
+_LINE = 1000
 
 
 def fail(message: str) -> None:
@@ -21,6 +24,11 @@ def fail(message: str) -> None:
 def print_text(text: str) -> None:
     """A line of a model's or a person's text, to the letter: tabs and control characters too."""
     sys.stdout.write(f"{text}\n")
+
+
+def print_table(table: Table) -> None:
+    """A table as wide as the terminal; in a pipe or a file each of its rows is one line, however long."""
+    (results if results.is_terminal else Console(width=_LINE, highlight=False, emoji=False)).print(table)
 
 
 def print_json(document: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from decodekit.cache.ledger import Ledger, ledger
-from decodekit.cli.console import print_json, results
+from decodekit.cli.console import print_json, print_table, results
 from decodekit.core.errors import InputError
 from decodekit.core.units import format_bytes, parse_bytes
 
@@ -79,16 +79,19 @@ def plan_workload(
         print_json(document)
         return 0
     results.print(
-        f"{len(trace)} requests in {slots} slots, at {flops / 1e12:g} TFLOP/s and {format_bytes(parse_bytes(bandwidth))}/s: a "
+        f"{len(trace)} requests in {slots} slots, at {flops / 1e12:g} TFLOP/s and {bandwidth}/s: a "
         "floor, which real steps stay above\n",
         markup=False,
     )
     table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "))
+    table.add_column("way")
     for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    results.print(table)
+        table.add_column(str(row["way"]), justify="right")
+    for metric in (name for name in rows[0] if name != "way"):
+        values = [row[metric] for row in rows]
+        cells = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+        table.add_row(metric.replace("_", " "), *cells)
+    print_table(table)
     if budget is not None:
         split = document["split"]
         results.print(

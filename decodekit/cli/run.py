@@ -36,6 +36,8 @@ def run_recipe(
     # The recipe is read first: a typing error should not wait for a model.
     loaded = load_recipe(recipe, set_values=settings)
     texts = list(prompts) or [_standard_input()]
+    if not any(text.strip() for text in texts):
+        raise InputError("the prompt is empty; give at least one word")
     options: dict[str, Any] = {"raw": raw} | ({"trace": trace} if trace is not None else {})
     live = LiveText(results, texts) if results.is_terminal and not as_json else None
     outputs, interrupted = decode(loaded, texts, model, options, live)

@@ -55,10 +55,12 @@ def new_plugin(kind: str, name: str) -> int:
     """Write a package with one plugin of this kind and the laws as its tests, in ``decodekit-NAME``."""
     if kind not in NEW_KINDS:
         raise InputError(f"unknown plugin kind {kind!r}: {nearest(kind, NEW_KINDS)}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.iskeyword(_camel(name)):
-        raise InputError(
-            f"a plugin name is lower-case letters, digits and underscores, such as top_secret; got {name!r}"
-        )
+    if keyword.iskeyword(name):
+        raise InputError(f"{name!r} is a keyword of Python; choose another name, such as my_{name.lower()}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(_camel(name)):
+        close = name.lower().replace("-", "_")
+        hint = f"did you mean {close}?" if re.fullmatch(r"[a-z][a-z0-9_]*", close) else "such as top_secret"
+        raise InputError(f"a plugin name is lower-case letters, digits and underscores; got {name!r}: {hint}")
     if name in registry.kinds(NEW_KINDS[kind]):
         owner = registry.distribution_of(registry.find(NEW_KINDS[kind], name))
         raise InputError(f"{kind} {name!r} is already in {owner}; choose another name")
@@ -73,7 +75,11 @@ def new_plugin(kind: str, name: str) -> int:
     }
     for template in ("plugin", kind):
         _write_all(template, _fresh(directory) if template == "plugin" else directory, values)
-    results.print(f"wrote {directory}: pip install -e {directory} && pytest {directory}", markup=False, soft_wrap=True)
+    results.print(
+        f"wrote {directory}: pip install -e '{directory}[test]' && python -m pytest {directory}",
+        markup=False,
+        soft_wrap=True,
+    )
     return 0
 
 

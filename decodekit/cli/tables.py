@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from decodekit.core import registry
@@ -31,17 +32,19 @@ def refresh(text: str) -> str:
     return _BLOCK.sub(lambda match: match[1] + plugin_table(match[2]) + match[3], text)
 
 
-def _options(plugin: type[Plugin]) -> str:
-    shown = []
+def options_of(plugin: type[Plugin]) -> Iterator[tuple[str, str, str]]:
+    """(name as it is written, default or nothing, description) of each option of a plugin."""
     for name, field in plugin.model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         # An empty default means "not given": there is nothing to show.
         empty = default is None or (hasattr(default, "__len__") and not default)
         if name != "kind":
-            written = field.alias or name
-            value = str(getattr(default, "kind", default)).replace("\n", "\\n")
-            shown.append(f"`{written}`" if empty else f"`{written}` ({value})")
-    return ", ".join(shown)
+            value = "" if empty else str(getattr(default, "kind", default)).replace("\n", "\\n")
+            yield field.alias or name, value, field.description or ""
+
+
+def _options(plugin: type[Plugin]) -> str:
+    return ", ".join(f"`{name}`" + (f" ({default})" if default else "") for name, default, _ in options_of(plugin))
 
 
 def _source(plugin: type[Plugin]) -> str:

@@ -31,7 +31,8 @@ MOST_SAMPLES = 64
 ENDINGS = ("eos_token_id", "stop_strings", "suppress_tokens", "min_new_tokens")
 """Options of the first recipe that plain decoding has, too: they say when an output is over."""
 
-Status = Callable[[str], None]
+Status = Callable[[str, int, int], None]
+"""Told what is decoded next, and of all runs the rows that are done and the rows that there are."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,13 @@ class Comparison:
             model: the model.
             tokenizer: its tokenizer.
             models: a recipe's name, the other models that it needs.
-            status: told how far it is.
+            status: told before each batch.
         """
         decoders = {PLAIN: load({"generation": self._options})}
         decoders |= {name: Decoder(recipe).bind(models=models[name]) for name, recipe in self._recipes.items()}
         for first in range(0, len(self._rows), self._batch):
             for name, decoder in decoders.items():
-                status(f"rows {first + 1} to {min(first + self._batch, len(self._rows))} of {len(self._rows)}: {name}")
-                self._decode(name, decoder, first, model, tokenizer)
+                self._decode(name, decoder, first, model, tokenizer, status)
         if (count := self._count()) < 2:
             return
         pool = load(
@@ -121,8 +121,7 @@ class Comparison:
             }
         )
         for first in range(0, len(self._rows), self._batch):
-            status(f"{count} plain samples of rows from {first + 1} of {len(self._rows)}")
-            self._decode(POOL, pool, first, model, tokenizer)
+            self._decode(POOL, pool, first, model, tokenizer, status)
 
     def complete(self) -> list[int]:
         """The rows that every recipe has decoded."""
@@ -147,7 +146,7 @@ class Comparison:
             points.append((cost, statistics.mean(self._best(row, count)[0] for row in rows)))
         return points
 
-    def _decode(self, name: str, decoder: Decoder, first: int, model: Any, tokenizer: Any) -> None:
+    def _decode(self, name: str, decoder: Decoder, first: int, model: Any, tokenizer: Any, status: Status) -> None:
         todo = [
             row
             for row in range(first, min(first + self._batch, len(self._rows)))
@@ -155,6 +154,9 @@ class Comparison:
         ]
         if not todo:
             return
+        rows, runs = len(self._rows), len(self._recipes) + 2  # plain decoding and its samples
+        last = min(first + self._batch, rows)
+        status(f"{name}: rows {first + 1} to {last} of {rows}", len(self._progress.done), runs * rows)
         outputs = decoder.run(model, tokenizer, [self._rows[row].prompt for row in todo], num_return_sequences=1)
         for row, output in zip(todo, outputs, strict=True):
             self._progress.note(name, row, _noted(output, len(todo), keep=name == POOL))

@@ -81,6 +81,8 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any
     try:
         # Not splitlines: it also cuts at U+2028 and others, which JSON leaves as they are.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
     except (OSError, UnicodeError) as error:
         raise InputError(f"the trace {str(path)!r} cannot be read: {error}") from error
     try:

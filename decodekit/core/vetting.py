@@ -141,7 +141,7 @@ def serve() -> None:
     given, told = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what others print is no answer
     told.write(b".")
-    vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), None), False, (256,), _Bytes())
+    vocabulary = byte_vocabulary()
     while length := int.from_bytes(given.read(8), "little"):
         for limited in (resource.RLIMIT_CPU, resource.RLIMIT_DATA):
             resource.setrlimit(limited, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -156,6 +156,11 @@ def serve() -> None:
         except Exception:  # whoever compiles it for good says what is wrong
             pass
         told.write(b".")
+
+
+def byte_vocabulary() -> Vocabulary:
+    """The single bytes and an EOS: over these a constraint compiles where there is no model and no tokenizer."""
+    return Vocabulary((*(bytes([byte]) for byte in range(256)), None), False, (256,), _Bytes())
 
 
 class _Bytes:

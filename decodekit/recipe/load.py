@@ -15,6 +15,7 @@ from decodekit.core import options
 from decodekit.core.errors import RecipeError
 from decodekit.core.protocols import Plugin
 from decodekit.recipe.combinations import check_combinations
+from decodekit.recipe.languages import language_faults
 from decodekit.recipe.merge import assign, merge, with_kinds
 from decodekit.recipe.schema import Recipe, plain
 from decodekit.recipe.source import MAX_BYTES, Key, Node, Origin, Source, from_python, parse
@@ -41,7 +42,7 @@ def load_recipe(
     Raises:
         RecipeError: the first fault in the order of reading: where it is, what is wrong, what would be right.
     """
-    recipe, faults = _read(source, overrides, set_values)
+    recipe, faults, _ = _read(source, overrides, set_values)
     if recipe is None:
         raise faults[0]
     return recipe
@@ -50,19 +51,23 @@ def load_recipe(
 def recipe_faults(
     source: RecipeSource, *, overrides: Mapping[str, Any] | None = None, set_values: Sequence[str] = ()
 ) -> list[RecipeError]:
-    """Every fault that ``load_recipe`` could raise, in the order of reading; empty for a good recipe.
+    """Every fault that shows without a model, in the order of reading; empty for a good recipe.
 
-    A text that is not well formed has one fault; impossible combinations show once there are no other faults.
+    A text that is not well formed has one fault; impossible combinations, and a constraint that is no language, show once
+    there are no other faults.
     """
     try:
-        return _read(source, overrides, set_values)[1]
+        recipe, faults, root = _read(source, overrides, set_values)
+        if recipe is None or recipe.constraint is None:
+            return faults
+        return _located(root, language_faults(recipe.constraint, ("constraint",)))
     except RecipeError as error:
         return [error]
 
 
 def _read(
     source: RecipeSource, overrides: Mapping[str, Any] | None, set_values: Sequence[str]
-) -> tuple[Recipe | None, list[RecipeError]]:
+) -> tuple[Recipe | None, list[RecipeError], Node]:
     reader = _Reader()
     root = reader.root(source)
     if overrides:
@@ -72,9 +77,9 @@ def _read(
     try:
         recipe = options.validate(Recipe, data := root.plain())
     except ValidationError as error:
-        return None, _located(root, options.faults(error, data))
+        return None, _located(root, options.faults(error, data)), root
     clashes = [options.Fault(clash.path, options.MISSING, clash.message) for clash in check_combinations(recipe)]
-    return (None, _located(root, clashes)) if clashes else (recipe, [])
+    return (None, _located(root, clashes), root) if clashes else (recipe, [], root)
 
 
 class _Reader:

@@ -123,6 +123,8 @@ class Decoder:
             an output a prompt, in order (``num_return_sequences`` of them in a row); one that failed has
             ``finish_reason`` ``error`` and says why.
         """
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise InputError(f"prompts are a text or a list of texts or chats, got {type(prompts).__name__}")
         given: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) else prompts
         texts = self._texts(model, tokenizer, given, generation_options)
         for _ in texts.run():

@@ -13,7 +13,7 @@ import torch
 
 from decodekit.cache.paged import PagedCache
 from decodekit.core import compat
-from decodekit.core.errors import InputError, Refused
+from decodekit.core.errors import InputError, Refused, nearest
 from decodekit.core.trace import TraceWriter
 from decodekit.core.types import Output
 from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
@@ -71,6 +71,7 @@ class TextCall:
         try:
             self._recipe = with_options(recipe, named) if named else recipe
             self._model, self._tokenizer, self._options = model, tokenizer, options
+            _check_kinds(model, tokenizer)
             compat.check_model(model)
             self._read(prompts, raw=raw)
         except BaseException:
@@ -225,7 +226,21 @@ def prepare(
     given: dict[str, Any] = {} if length is None else {"max_new_tokens": length}
     # generate would ask for the tokenizer, which it has no place for here: stop strings are decodekit's own.
     given["stop_strings"] = None
-    return compat.prepare(model, ids, mask, pad_token_id=pad, **given, **options)
+    try:
+        return compat.prepare(model, ids, mask, pad_token_id=pad, **given, **options)
+    except ValueError as error:
+        # What generate calls model_kwargs are options that neither it nor the model knows.
+        unknown = [name for name in options if "model_kwargs" in str(error) and f"'{name}'" in str(error)]
+        if not unknown:
+            raise
+        known = {*Generation.model_fields, "raw", "streamer", "trace"}
+        raise InputError(f"unknown option {unknown[0]!r}: {nearest(unknown[0], known)}") from error
+
+
+def _check_kinds(model: Any, tokenizer: Any) -> None:
+    if not hasattr(model, "generate") or not hasattr(tokenizer, "decode"):
+        given = f"{type(model).__name__} and {type(tokenizer).__name__}"
+        raise InputError(f"expected a model and its tokenizer, in this order; got {given}")
 
 
 def with_options(recipe: Recipe, named: Mapping[str, Any]) -> Recipe:

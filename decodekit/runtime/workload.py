@@ -130,8 +130,9 @@ def read_trace(path: Path) -> list[Arrival]:
             row = json.loads(line)
             arrival = Arrival(float(row.get("arrival_s", 0.0)), int(row["prompt_tokens"]), int(row["output_tokens"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise InputError(
-                f'{path}:{number}: expected {{"arrival_s": 0.5, "prompt_tokens": 100, "output_tokens": 50}}: {error!r}'
+                f'{path}:{number}: expected {{"arrival_s": 0.5, "prompt_tokens": 100, "output_tokens": 50}}: {reason}'
             ) from error
         if arrival.seconds < 0 or arrival.prompt < 1 or arrival.output < 1:
             raise InputError(

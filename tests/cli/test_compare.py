@@ -13,6 +13,11 @@ def test_recipes_are_compared_and_the_comparison_goes_on(cli, recipe, tiny_folde
     options = ("-m", tiny_folder, "--metric", "chrf", "-o", "out")
     result = cli(*arguments, *options, "--json")
     assert result.code == 0, result.err
+    assert result.err.splitlines()[:3] == [
+        "plain: rows 1 to 2 of 2 (0 % done)",
+        "one: rows 1 to 2 of 2 (25 % done)",
+        "two: rows 1 to 2 of 2 (50 % done)",
+    ]
     assert [own["recipe"] for own in result.json["recipes"]] == ["plain", "one", "two"]
     assert result.json["rows"] == 2
     assert result.json == json.loads((tmp_path / "out/report.json").read_text())

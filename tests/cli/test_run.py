@@ -49,6 +49,11 @@ def test_the_prompt_can_come_from_standard_input(cli, recipe, tiny_folder) -> No
     assert [output["prompt"] for output in result.json] == ["Who won?"]
 
 
+def test_an_empty_prompt_is_refused_before_a_model_is_loaded(cli, recipe) -> None:
+    result = cli("run", recipe(PLAIN), " ", "-m", "no/such/model")
+    assert (result.code, result.err) == (2, "error: the prompt is empty; give at least one word\n")
+
+
 def test_a_row_that_fails_leaves_the_others_and_exits_1(cli, recipe, tiny_folder) -> None:
     result = cli("run", recipe(PLAIN), "Who won?", "", "x" * 3000, "-m", tiny_folder, "--json")
     assert result.code == 1

@@ -144,7 +144,8 @@ def test_new_plugins_install_and_their_tests_pass(cli, tmp_path) -> None:
     ("arguments", "message"),
     [
         (("rule", "Bad-Name"), "lower-case letters, digits and underscores"),
-        (("rule", "class"), "lower-case letters, digits and underscores"),
+        (("rule", "class"), "'class' is a keyword of Python"),
+        (("rule", "my-rule"), "did you mean my_rule?"),
         (("rulez", "fine"), "unknown plugin kind 'rulez': did you mean 'rule'"),
         (("rule", "top_p"), "rule 'top_p' is already in decodekit"),
     ],

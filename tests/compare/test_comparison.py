@@ -33,7 +33,7 @@ def compared(dense, tokenizer, tmp_path):
         progress = Progress(tmp_path / "rows.jsonl", {"recipes": recipes}, rows, resume=resume)
         made = Comparison(loaded, rows, letters, progress, batch=2)
         said = []
-        made.run(dense, tokenizer, {key: {} for key in loaded}, said.append)
+        made.run(dense, tokenizer, {key: {} for key in loaded}, lambda *told: said.append(told))
         return made, progress, said
 
     return make
@@ -110,6 +110,7 @@ def test_a_comparison_of_more_rows_goes_on_with_what_fewer_had(compared) -> None
     assert again.complete() == [0, 1, 2]
     assert alone.complete() == [0, 1, 2, 3, 4]
     assert said
+    assert all(done < total for _, done, total in said)
 
 
 def test_half_a_comparison_is_one_over_the_rows_that_all_have(compared) -> None:

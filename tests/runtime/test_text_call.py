@@ -326,3 +326,13 @@ def test_an_option_of_zero_takes_the_recipes_rule_away(dense, tokenizer, option)
     expected = free.run(dense, tokenizer, "a")[0].token_ids
     assert cut.run(dense, tokenizer, "a", **{option: 0})[0].token_ids == expected
     assert cut.run(dense, tokenizer, "a")[0].token_ids != expected
+
+
+def test_what_is_no_call_is_one_clear_error(dense, tokenizer) -> None:
+    decoder = decodekit.strategy("sample")
+    with pytest.raises(InputError, match="unknown option 'max_new_token': did you mean 'max_new_tokens'"):
+        decoder.run(dense, tokenizer, "Hi", max_new_token=8)
+    with pytest.raises(InputError, match="prompts are a text or a list of texts or chats, got int"):
+        decoder.run(dense, tokenizer, 3)
+    with pytest.raises(InputError, match="expected a model and its tokenizer, in this order"):
+        decoder.run(tokenizer, dense, "Hi")
