@@ -53,6 +53,11 @@ class UnsupportedConstraint(Refused):
         super().__init__(message)
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, in words that stand alone: one that nobody raised on purpose also tells its type."""
+    return str(error) if isinstance(error, DecodekitError) else f"{type(error).__name__}: {error}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ``did you mean 'top_p'? (known: ...)`` for a name that is not among ``known``.
 

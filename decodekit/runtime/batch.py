@@ -37,10 +37,7 @@ class _SharedLoop(Loop):
 
     @override
     def choose(self, turn: Turn) -> list[StepRecord]:
-        try:
-            return turn.choose()
-        except Exception:
-            return turn.choose_alone()
+        return turn.choose(confined=True)
 
 
 class Batch:

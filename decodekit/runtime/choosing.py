@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
 from decodekit.core.drafts import Draft
-from decodekit.core.errors import InputError, RowError
+from decodekit.core.errors import InputError, RowError, reason
 from decodekit.core.random import SEARCH_LANE, uniform
 from decodekit.core.search import Group, Hypothesis
 from decodekit.core.types import Outputs
@@ -110,7 +110,7 @@ class Chooser:
         try:
             root.states = self._pipeline.initial_states(root.request)
         except (InputError, self._confines) as error:
-            root.fail(str(error))
+            task.fail(reason(error))
         if root.finish_reason is None:
             self._history.add(root.row, root.request.prompt_ids)
 
@@ -125,8 +125,8 @@ class Chooser:
         self.forks = {}
         return forks
 
-    def take(self, walks: Sequence[Walk], outputs: Outputs, scores: Tensor) -> StepRecord:
-        """Choose the next token of each sequence from the outputs at where it stands."""
+    def pick(self, walks: Sequence[Walk], outputs: Outputs, scores: Tensor) -> View:
+        """What each sequence may go on with, from the outputs at where it stands; none of them takes anything yet."""
         sequences = [walk.sequence for walk in walks]
         scores, dead = constrain(scores, outputs["main"].logits, [sequence.constraint for sequence in sequences])
         picked = self._pipeline(
@@ -136,45 +136,29 @@ class Chooser:
             record=self._keep_stages,
         )
         picked.failures.update(dead)
-        view = self._view(walks, outputs, picked)
-        nodes = [walk.agreed for walk in walks]
-        pieces, committed = [""] * len(walks), [False] * len(walks)
+        return self._view(walks, outputs, picked)
+
+    def commit(self, walks: Sequence[Walk], view: View) -> StepRecord:
+        """Let each sequence take what was picked for it; one that cannot, or that cannot go on, ends alone."""
+        count, sequences, tasks = len(walks), [walk.sequence for walk in walks], [walk.task for walk in walks]
+        pieces, nodes, outputs, picked = [""] * count, [walk.agreed for walk in walks], view.outputs, view.picked
+        record = StepRecord(tasks, sequences, view.tokens, [False] * count, pieces, [], walks, nodes, outputs, picked)
         taken: dict[int, int] = {}
         for task, own in _by_task(walks):
-            if isinstance(task, SearchTask):
-                taken |= self._search(task, own, view)
-                continue
             for position in own:
-                walk, sequence = walks[position], sequences[position]
-                walk.goes_on = False
-                if sequence.finish_reason is not None:
-                    continue  # cancelled by what a candidate before it did in this very step
-                if isinstance(task, SequenceTask) and sequence is task.root:
-                    try:
-                        task.begin(select_positions(outputs, position))
-                    except self._confines as error:
-                        task.fail(str(error))
-                    continue
-                try:
-                    if position in picked.failures:
-                        raise RowError(picked.failures[position])
-                    piece = self._commit(sequence, view.tokens[position], position, view)
-                    pieces[position] = piece if task.streams else ""
-                except self._confines as error:
-                    sequence.fail(str(error))
+                walks[position].goes_on = False
+            try:
+                if isinstance(task, SearchTask):
+                    taken |= self._search(task, own, view)
                 else:
-                    taken[sequence.row], committed[position] = view.tokens[position], True
-                    walk.accept()
-                if isinstance(task, SequenceTask):
-                    task.grew(sequence)
-            if isinstance(task, SequenceTask):
-                self._place(task)
+                    taken |= self._advance(task, own, record, view)
+            except self._confines as error:
+                task.fail(reason(error))
         if taken:
             self._history.append(list(taken), torch.tensor(list(taken.values()), device=self._device))
         self._follow(walks, picked)
-        places = [len(sequence.tokens) - 1 for sequence in sequences]
-        owners = [walk.task for walk in walks]
-        return StepRecord(owners, sequences, view.tokens, committed, pieces, places, walks, nodes, outputs, picked)
+        record.places = [len(sequence.tokens) - 1 for sequence in sequences]
+        return record
 
     def accept(
         self, live: Sequence[tuple[Task, SequenceState]], tokens: Sequence[int], logprobs: Sequence[float]
@@ -208,8 +192,8 @@ class Chooser:
         """Rows have taken these tokens by :meth:`accept`: rules see them from now on."""
         self._history.extend(tokens)
 
-    def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> _View:
-        view = _View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
+    def _view(self, walks: Sequence[Walk], outputs: Outputs, picked: Picked) -> View:
+        view = View(picked, picked.tokens.tolist(), time.perf_counter(), outputs)
         chosen, other = picked.tokens.unsqueeze(-1), False
         for position, walk in enumerate(walks):
             given, place = walk.sequence.given, len(walk.sequence.tokens)
@@ -233,7 +217,7 @@ class Chooser:
                 view.confidences = raw.topk(min(self._confidence_top_k, raw.shape[-1])).values.mean(-1).neg().tolist()
         return view
 
-    def _commit(self, sequence: SequenceState, token: int, position: int, view: _View) -> str:
+    def _commit(self, sequence: SequenceState, token: int, position: int, view: View) -> str:
         """A sequence takes the token that was picked at its position; the text that became certain."""
         self._pipeline.commit(sequence.states, token, view.picked.final[position])
         if view.logprobs:
@@ -246,7 +230,33 @@ class Chooser:
             sequence.constraint.advance(token)
         return sequence.commit(token, view.now)
 
-    def _search(self, task: SearchTask, positions: Sequence[int], view: _View) -> dict[int, int]:
+    def _advance(self, task: Task, positions: Sequence[int], record: StepRecord, view: View) -> dict[int, int]:
+        """Let the sequences of a task go on, each by itself; the token that each row takes."""
+        taken: dict[int, int] = {}
+        for position in positions:
+            walk, sequence = record.walks[position], record.sequences[position]
+            if sequence.finish_reason is not None:
+                continue  # cancelled by what a candidate before it did in this very step
+            if isinstance(task, SequenceTask) and sequence is task.root:
+                task.begin(select_positions(view.outputs, position))
+                continue
+            try:
+                if position in view.picked.failures:
+                    raise RowError(view.picked.failures[position])
+                piece = self._commit(sequence, view.tokens[position], position, view)
+            except self._confines as error:
+                sequence.fail(reason(error))
+            else:
+                taken[sequence.row], record.taken[position] = view.tokens[position], True
+                record.pieces[position] = piece if task.streams else ""
+                walk.accept()
+            if isinstance(task, SequenceTask):
+                task.grew(sequence)
+        if isinstance(task, SequenceTask):
+            self._place(task)
+        return taken
+
+    def _search(self, task: SearchTask, positions: Sequence[int], view: View) -> dict[int, int]:
         """Let a search strategy go on; the token that each row takes."""
         hypotheses, outputs = task.hypotheses, select_positions(view.outputs, *positions)
         logits = view.picked.final[positions]
@@ -270,11 +280,7 @@ class Chooser:
             prompt_hidden=self._prompt_hidden(task.root.row),
             state=task.advance.state,
         )
-        try:
-            advance = task.step(group)
-        except self._confines as error:
-            task.fail(str(error))
-            return {}
+        advance = task.step(group)
 
         def take(sequence: SequenceState, parent: int, token: int) -> None:
             self._pipeline.commit(sequence.states, token, logits[parent])
@@ -345,7 +351,7 @@ class Chooser:
 
 
 @dataclass
-class _View:
+class View:
     """What a step found at its positions, and when.
 
     Attributes:

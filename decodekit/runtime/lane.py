@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from decodekit.core.drafts import Draft
+from decodekit.core.errors import reason
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.runtime.auditing import Auditor
-from decodekit.runtime.choosing import Chooser, StepRecord, select_positions
+from decodekit.runtime.choosing import Chooser, StepRecord, View, select_positions
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.scoring import Scoring
@@ -155,47 +158,70 @@ class Turn:
         self.outputs = Outputs(joined(parts))
         self.seconds = seconds
 
-    def choose(self) -> list[StepRecord]:
-        """All tokens that the outputs give, a record for each that a live sequence gets."""
+    def choose(self, *, confined: bool = False) -> list[StepRecord]:
+        """All tokens that the outputs give, a record for each that a live sequence gets.
+
+        Args:
+            confined: what fails for all, before any of them takes a token, is tried for each task by itself: those for which
+                it fails end alone.
+        """
         if not self.live:
             return []
-        lane = self.lane
-        scores = lane.scorer(self.outputs)
         for task in dict.fromkeys(task for task, _ in self.live):
             task.steps += 1
         bases = [0, *itertools.accumulate(1 + len(draft) for draft in self.drafts)][:-1]
-        self._walks = [Walk(*own, base, draft) for own, base, draft in zip(self.live, bases, self.drafts, strict=True)]
-        records, going = list[StepRecord](), self._walks
-        while going:
-            places = [walk.place for walk in going]
-            whole = places == list(range(len(scores)))
-            at = self.outputs if whole else select_positions(self.outputs, *places)
-            if lane.auditor is not None:
-                lane.auditor.check([walk.sequence for walk in going], at)
-            records.append(lane.chooser.take(going, at, scores if whole else scores[places]))
-            going = [walk for walk in going if walk.goes_on]
+        self._walks = [
+            Walk(*own, base, draft, goes_on=True)
+            for own, base, draft in zip(self.live, bases, self.drafts, strict=True)
+        ]
+        records, scores = list[StepRecord](), self._score(confined)
+        while going := [walk for walk in self._walks if walk.goes_on]:
+            for walks, view in self._pick(going, scores, confined):
+                records.append(self.lane.chooser.commit(walks, view))
         return records
 
-    def choose_alone(self) -> list[StepRecord]:
-        """:meth:`choose` for each task by itself, after it failed for all: those that fail end alone."""
-        records, walks = list[StepRecord](), list[Walk]()
-        starts = [0, *itertools.accumulate(1 + len(draft) for draft in self.drafts)]
-        for task in dict.fromkeys(task for task, _ in self.live):
-            places = [place for place, own in enumerate(self.live) if own[0] is task]
-            index = [at for place in places for at in range(starts[place], starts[place + 1])]
-            part = copy.copy(self)
-            part.live, part.drafts = [self.live[place] for place in places], [self.drafts[place] for place in places]
-            part._walks = []
-            part.outputs = select_positions(self.outputs, *index)
+    def _score(self, confined: bool) -> Tensor:
+        """[P, V] after each sequence and each node of its draft."""
+        try:
+            return self.lane.scorer(self.outputs)
+        except Exception:
+            if not confined:
+                raise
+        order, parts = list[int](), list[Tensor]()
+        for walks in _by_task(self._walks):
+            index = [walk.base + node for walk in walks for node in range(1 + len(walk.draft))]
+            outputs = select_positions(self.outputs, *index)
             try:
-                records += part.choose()
+                parts.append(self.lane.scorer(outputs))
             except Exception as error:
-                task.fail(str(error))
-            walks += part._walks
-        own = {walk.sequence.row: walk for walk in walks}
-        unmoved = (Walk(*each, 0, draft) for each, draft in zip(self.live, self.drafts, strict=True))
-        self._walks = [own.get(walk.sequence.row, walk) for walk in unmoved]
-        return records
+                _fail(walks, error)
+                parts.append(torch.zeros_like(outputs["main"].logits))
+            order += index
+        scores = torch.cat(parts)
+        return torch.empty_like(scores).index_copy_(0, torch.tensor(order, device=scores.device), scores)
+
+    def _pick(self, going: Sequence[Walk], scores: Tensor, confined: bool) -> list[tuple[Sequence[Walk], View]]:
+        """What is picked where these sequences stand, for all at once or, where that fails, for each task by itself."""
+        try:
+            return [(going, self._pick_at(going, scores))]
+        except Exception:
+            if not confined:
+                raise
+        picked = list[tuple[Sequence[Walk], View]]()
+        for walks in _by_task(going):
+            try:
+                picked.append((walks, self._pick_at(walks, scores)))
+            except Exception as error:
+                _fail(walks, error)
+        return picked
+
+    def _pick_at(self, walks: Sequence[Walk], scores: Tensor) -> View:
+        lane, places = self.lane, [walk.place for walk in walks]
+        whole = places == list(range(len(scores)))
+        at = self.outputs if whole else select_positions(self.outputs, *places)
+        if lane.auditor is not None:
+            lane.auditor.check([walk.sequence for walk in walks], at)
+        return lane.chooser.pick(walks, at, scores if whole else scores[places])
 
     def settle(self) -> Settled:
         """What was drafted and not accepted."""
@@ -203,6 +229,21 @@ class Turn:
             return Settled()
         own = self._walks[: len(self.stepping)]
         return self.lane.speculation.settle(own, self.fan, self.outputs["main"], self.seconds)
+
+
+def _by_task(walks: Sequence[Walk]) -> list[list[Walk]]:
+    """The walks of each task, in order."""
+    own: dict[Task, list[Walk]] = {}
+    for walk in walks:
+        own.setdefault(walk.task, []).append(walk)
+    return [*own.values()]
+
+
+def _fail(walks: Sequence[Walk], error: Exception) -> None:
+    """The task of these walks is over."""
+    walks[0].task.fail(reason(error))
+    for walk in walks:
+        walk.goes_on = False
 
 
 def joined(parts: Sequence[Parts]) -> Parts:
