@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
@@ -18,7 +20,8 @@ def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, worl
 
     What an interrupted run left in such files, of however many processes, goes into the output first.
     """
-    state = PartialState()
+    # Without a GPU accelerate has to be told; shards may end hours after one another.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
     error: Exception | None = None
     if state.is_main_process:
         try:

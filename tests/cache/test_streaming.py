@@ -161,7 +161,7 @@ def test_positions_stay_below_what_is_kept():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_one_layer_forwards_only_what_is_kept(attention):
     """K/V of a first layer depend on their token alone, so that plain transformers is the reference."""
-    model = tiny_model("dense", layers=1)
+    model = tiny_model("dense", layers=1, dtype=torch.float64)
     model.set_attn_implementation(attention)
     ids, sinks, window = tokens(80), 4, 9
     found, _ = streamed(model, ids, sinks=sinks, window=window)

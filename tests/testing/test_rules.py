@@ -227,7 +227,7 @@ class Doubling(Good):
 
 
 class Renamed(Good):
-    t: float = Field(alias="temperature")
+    t: float = Field(validation_alias="temperature")
 
 
 class IntKeys(Good):
