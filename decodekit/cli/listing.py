@@ -31,7 +31,7 @@ def list_plugins(*, as_json: bool) -> int:
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
         return 0
-    columns = ("group", "kind", "distribution", "version", "status", "cost")
+    columns: tuple[str, ...] = ("group", "kind", "distribution", "version", "status", "cost")
     if results.is_terminal and results.width < _WIDE:
         columns = ("group", "kind", "distribution", "status")
     table = _table(*columns)
