@@ -222,13 +222,17 @@ def pads(monkeypatch):
 @pytest.mark.parametrize("recipe", [{}, {"rules": RULES, "generation": SAMPLED}], ids=["greedy", "rules"])
 def test_a_forward_serves_fewer_rows_than_it_was_captured_for(steps, dense, monkeypatch, recipe) -> None:
     monkeypatch.setattr("decodekit.runtime.graphs.STEPS", 4)
-    plain = one_by_one(dense, recipe)
-    ends = [int(plain[0, 9]), int(plain[1, 14])]
-    expected = one_by_one(dense, recipe, eos=ends)
-    assert torch.equal(decode(dense, recipe, eos=ends), expected)
+    # Keys of rows are cut, so that they are put together in any number of rows.
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (8, 16))
+    prompts = PROMPTS.repeat(1, 8)
+    plain = one_by_one(dense, recipe, prompts)
+    ends = [int(plain[0, 44]), int(plain[1, 49])]
+    expected = one_by_one(dense, recipe, prompts, eos=ends)
+    assert torch.equal(decode(dense, recipe, prompts, eos=ends), expected)
     assert all(steps["ends"])
     assert steps["reasons"] == {None}
     assert len(steps["rows"]) > 1
+    assert steps["stats"].forward_captures == 1
     assert steps["stats"].pick_captures == len(steps["rows"])
 
 
