@@ -111,14 +111,14 @@ class JsonSchema(Constraint):
 
     def violation(self, text: str) -> str | None:
         """What is wrong with a finished text, as jsonschema says it; ``None`` if it fits the schema."""
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            return f"no JSON: {error}"
         validator = VALIDATORS[self.draft_used]
         checker = validator.FORMAT_CHECKER if self.format == "assert" else None
         try:
-            fault = next(validator(self.document, format_checker=checker).iter_errors(value), None)
+            fault = next(validator(self.document, format_checker=checker).iter_errors(json.loads(text)), None)
+        except json.JSONDecodeError as error:
+            return f"no JSON: {error}"
         except re.error as wrong:
             return f"cannot be checked: a pattern is none of Python's: {wrong}"
+        except RecursionError:
+            return "cannot be checked: the text is nested too deeply"
         return None if fault is None else f"{fault.json_path}: {fault.message}"

@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -53,7 +52,7 @@ class Batch:
     Attributes:
         sessions: what runs the branches, one a model.
         scheduler: who is decoded.
-        ended: requests that are over, the last at the end; whoever takes them removes them.
+        ended: requests that are over by their id, the last at the end; whoever takes them removes them.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Batch:
         self._lanes = Lanes(intake, self.sessions, self._rows.__next__, self._blocks * spec.block_size)
         self._counts = {"steps": 0, "tokens": 0, "preemptions": 0, "step_s": 0.0}
         self._spare = 0
-        self.ended: deque[Job] = deque()
+        self.ended: dict[str, Job] = {}
         # Those with a time limit.
         self._timed: list[Job] = []
 
@@ -259,13 +258,7 @@ class Batch:
                 job.lane.chooser.again(task.root)
             else:
                 job.lane.chooser.add(task)
-        if job.aside:
-            for row, asides in job.aside.items():
-                for session, aside in zip(self.sessions, asides, strict=True):
-                    session.resume(row, aside)
-                self.loop.known.add(row)
-                self.loop.held.add(row)
-            job.aside = {}
+        if job.aside and self._resume(job):
             return
         histories = job.histories()
         for number, session in enumerate(self.sessions):
@@ -274,6 +267,19 @@ class Batch:
                     session.expect(row, prompts[number], keep_prompt=number == 0 and job.work.plan.reads_prompt)
             session.open([row for row, _ in histories])
         self.loop.known.update(row for row, _ in histories)
+
+    def _resume(self, job: Job) -> bool:
+        """Bring back what was put aside; where there is no room for all of it, it is given up, to be computed again."""
+        asides, job.aside = job.aside, {}
+        for row, own in asides.items():
+            # A model that came while it was aside holds nothing of it.
+            if not all(session.resume(row, aside) for session, aside in zip(self.sessions, own, strict=False)):
+                for session in self.sessions:
+                    session.rearrange({}, asides)
+                return False
+        self.loop.known |= asides.keys()
+        self.loop.held |= asides.keys()
+        return True
 
     def _put_aside(self, job: Job) -> None:
         assert job.lane is not None
@@ -314,7 +320,7 @@ class Batch:
             paths = sorted({path for session in self.sessions for path in session.cache.paths})
             counted.append(own | {"path": ", ".join(paths) or "torch"})
         job.finish(counted)
-        self.ended.append(job)
+        self.ended[job.id] = job
         job.aside = {}
         lane.tasks = [task for task in lane.tasks if task not in job.tasks]
         self._lanes.leave(lane, [template.row for template in job.templates])
@@ -326,7 +332,9 @@ class Batch:
 
     def _recover(self, why: str | None) -> None:
         """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""
-        for job in [*self.scheduler.running]:
+        # Where nobody runs, who comes first could not be taken in: tried again and again, it would hold up all others.
+        first = [] if why is None else self.scheduler.waiting[:1]
+        for job in [*self.scheduler.running] or first:
             if why is not None:
                 for task in job.tasks:
                     task.fail(why)

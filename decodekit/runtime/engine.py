@@ -51,13 +51,19 @@ class EngineRequest:
             yield piece
 
     def results(self) -> list[Output]:
-        """All its outputs, the best first; waits for them. :meth:`Engine.results` then leaves it out."""
+        """All its outputs, the best first; waits for them. :meth:`Engine.results` then leaves it out.
+
+        It raises nothing for a request that failed: ``finish_reason`` is then ``error``, and ``Output.error`` says why.
+        """
         outputs: list[Output] = self._engine._wait(lambda: self._job.outputs)
         self._engine._taken(self.id)
         return outputs
 
     def result(self) -> Output:
-        """Its output, the best of several; waits for it."""
+        """Its output, the best of several; waits for it.
+
+        It raises nothing for a request that failed: ``finish_reason`` is then ``error``, and ``Output.error`` says why.
+        """
         return self.results()[0]
 
     def cancel(self) -> None:
@@ -123,7 +129,10 @@ class Engine:
         self._ids: set[str] = set()
         self._open: dict[str, EngineRequest] = {}
         self._orders = itertools.count()
-        self._gate, self._turn = threading.Lock(), threading.RLock()
+        self._gate, self._turn = threading.Lock(), threading.Lock()
+        # The thread that is inside, and what it wants cancelled when its step ends.
+        self._owner: int | None = None
+        self._cancelled: list[str] = []
 
     def submit(
         self,
@@ -138,7 +147,7 @@ class Engine:
 
         Args:
             prompt: a text, chat messages, token ids, or ``{"prompt": ..., "context": ..., "seed": ...}``.
-            id: a name that no other request has had; a number when left out.
+            id: a name that no other request has had; the next free number when left out.
             recipe: how to decode it; the engine's when left out. Its ``cache`` must be the engine's, or be left out.
             raw: the text skips the chat template.
             generation_options: options of a recipe's ``generation``, which beat it.
@@ -158,27 +167,33 @@ class Engine:
         job = Job(name, order, work, *self._batch.rows(work), submitted=time.perf_counter())
         self._batch.scheduler.check(job)
         with self._exclusive():
-            if name in self._ids:
+            while id is None and job.id in self._ids:
+                job.id = str(next(self._orders))
+            if job.id in self._ids:
                 raise InputError(f"a request with the id {name!r} was submitted before; give another, or none")
             self._batch.add(job)
-            self._ids.add(name)
-            request = self._open[name] = EngineRequest(self, job)
+            self._ids.add(job.id)
+            request = self._open[job.id] = EngineRequest(self, job)
         return request
 
     def cancel(self, request: EngineRequest | str) -> None:
         """End a request where it stands: what it has is its output, and its blocks are free when this returns.
 
-        One that is over, or that there never was, is left alone.
+        One that is over, or that there never was, is left alone. A call from within a step (a rule, a signal's handler) takes
+        effect when that step ends.
         """
+        name = request.id if isinstance(request, EngineRequest) else request
+        if self._owner == threading.get_ident():
+            self._cancelled.append(name)
+            return
         with self._exclusive():
-            known = self._open.get(request.id if isinstance(request, EngineRequest) else request)
-            if known is not None and not known.done:
-                self._batch.cancel(known._job)
+            self._cancel(name)
 
     def results(self) -> Iterator[tuple[str, Output]]:
         """(id, output) of each request as it ends, several of one in a row; until none is left.
 
-        Those whose results somebody has taken already are left out.
+        Those whose results somebody has taken already are left out; until somebody does, they are kept. Failures come as
+        outputs, too: ``finish_reason`` is then ``error``, and ``Output.error`` says why.
         """
         while True:
             request = self._wait(self._finished)
@@ -221,16 +236,19 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _cancel(self, name: str) -> None:
+        known = self._open.get(name)
+        if known is not None and not known.done:
+            self._batch.cancel(known._job)
+
     def _finished(self) -> EngineRequest | None:
-        while self._batch.ended:
-            if (request := self._open.get(self._batch.ended.popleft().id)) is not None:
-                return request
-        return None
+        return None if not self._batch.ended else self._open[next(iter(self._batch.ended))]
 
     def _taken(self, name: str) -> None:
         """Somebody has the results of this request."""
         with self._exclusive():
             self._open.pop(name, None)
+            self._batch.ended.pop(name, None)
 
     def _wait(self, get: Any) -> Any:
         """Run steps until ``get`` gives something; ``None`` once nothing is left to do."""
@@ -242,17 +260,32 @@ class Engine:
     def _step(self) -> bool:
         if not self._batch.busy:
             return False
-        self._batch.step()
+        try:
+            self._batch.step()
+        finally:
+            while self._cancelled:
+                self._cancel(self._cancelled.pop())
         return True
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """One thread at a time; whoever waits gets in between two steps."""
+        """One thread at a time; whoever waits gets in between two steps.
+
+        Raises:
+            InputError: this thread is inside already.
+        """
+        if self._owner == threading.get_ident():
+            raise InputError(
+                "the engine was called from within one of its own steps (by a rule, a strategy or a signal's handler), where "
+                "only cancel is possible; call it after the step, or from another thread and do not wait for that one"
+            )
         with self._gate:
             self._turn.acquire()
         try:
+            self._owner = threading.get_ident()
             yield
         finally:
+            self._owner = None
             self._turn.release()
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from decodekit.core.errors import reason
 from decodekit.core.types import Output
 from decodekit.runtime.call import task_of
 from decodekit.runtime.lane import Lane
 from decodekit.runtime.paged_session import Aside
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import Ids
-from decodekit.runtime.tasks import Task
+from decodekit.runtime.tasks import Result, Task
 from decodekit.runtime.work import Work
 
 Prompts = Mapping[int, Mapping[str, Ids]]
@@ -148,22 +149,27 @@ class Job:
         Args:
             stats: of each task, what the sessions counted.
         """
-        outputs = []
+        outputs = list[Output]()
         for task, counted in zip(self.tasks, stats, strict=True):
-            for result in task.results(self.work.outputs):
-                sequence = result.sequence
-                outputs.append(
-                    Output(
-                        text=sequence.text,
-                        token_ids=sequence.tokens,
-                        finish_reason=sequence.finish_reason or "cancelled",
-                        logprobs=sequence.logprobs,
-                        candidates=result.candidates,
-                        stats={**self._stats(task, sequence), **counted, **result.report},
-                        error=None if sequence.error is None else f"request {self.id}: {sequence.error}",
-                    )
-                )
+            try:
+                outputs += [self._output(task, result, counted) for result in task.results(self.work.outputs)]
+            except Exception as error:  # of a strategy or constraint: nobody else's requests end for it
+                why = f"request {self.id}: its output cannot be made: {reason(error)}"
+                failed = Output("", [*task.root.tokens], "error", stats={**counted}, error=why)
+                outputs += [failed] * self.work.outputs
         self.outputs = outputs
+
+    def _output(self, task: Task, result: Result, counted: Mapping[str, Any]) -> Output:
+        sequence = result.sequence
+        return Output(
+            text=sequence.text,
+            token_ids=sequence.tokens,
+            finish_reason=sequence.finish_reason or "cancelled",
+            logprobs=sequence.logprobs,
+            candidates=result.candidates,
+            stats={**self._stats(task, sequence), **counted, **result.report},
+            error=None if sequence.error is None else f"request {self.id}: {sequence.error}",
+        )
 
     def _stats(self, task: Task, sequence: SequenceState) -> dict[str, Any]:
         now = time.perf_counter()

@@ -112,10 +112,10 @@ class Loop:
         forks = {row: parent for change in changes for row, parent in change.forks.items()}
         kept = {row for change in changes for row in change.kept}
         gone = self.known - kept
-        if not forks and not gone:
-            return
-        for session in self.sessions:
-            session.rearrange(forks, gone)
+        if forks or gone:
+            for session in self.sessions:
+                session.rearrange(forks, gone)
+        # Drafters are told of rows that the sessions have put aside already, too.
         for lane, change in zip(self.lanes, changes, strict=True):
             if lane.speculation is not None and (change.forks or change.gone):
                 lane.speculation.rearrange(change.forks, change.gone)

@@ -295,7 +295,8 @@ class PagedSession(Session):
         for part in parts:
             self._cache.resume(part)
         self._order += [Key(name, row) for name in aside.parts]
-        self._branches[row] = tuple(aside.parts)
+        if aside.parts:  # a row that has no branch here stays unknown
+            self._branches[row] = tuple(aside.parts)
         self._again |= {Key(name, row): [*ids] for name, ids in aside.again.items()}
         return True
 

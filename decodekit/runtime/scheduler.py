@@ -170,7 +170,8 @@ class Scheduler:
             return most
         takes = [0] * len(cache.groups)
         for asides in job.aside.values():
-            for part in asides[number].parts.values():
+            # A model that came while it was aside holds nothing of it.
+            for part in asides[number].parts.values() if number < len(asides) else ():
                 # Another block, so that it is not put aside again at once.
                 takes = [taken + 1 + len(own) for taken, own in zip(takes, part.contents, strict=True)]
         if not job.aside:

@@ -349,13 +349,17 @@ class SequenceTask(Task):
         decision = self._decision
         if decision is None:
             return self._failed(count, [Result(self.root, candidates=self._told(Decision(())))])
+        with guarded(self._strategy, "decide"):
+            done = self._ranked(decision)
+        return self._failed(count, [result for result in done if result.sequence.error is None])
+
+    def _ranked(self, decision: Decision) -> list[Result]:
         told = self._told(decision)
         rest = (number for number in range(len(self.candidates)) if number not in decision.ranking)
         order = [*dict.fromkeys(decision.ranking), *rest]
         scores, report, details = decision.scores, dict(decision.report), dict(decision.details)
         details |= {"rows": [candidate.row for candidate in self.candidates], "ranking": order}
-        done = [Result(self.candidates[number], scores.get(number), told, report, details) for number in order]
-        return self._failed(count, [result for result in done if result.sequence.error is None])
+        return [Result(self.candidates[number], scores.get(number), told, report, details) for number in order]
 
     def _told(self, decision: Decision) -> list[dict[str, Any]]:
         scores, notes = decision.scores, decision.notes

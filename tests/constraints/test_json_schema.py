@@ -164,6 +164,7 @@ def test_what_cannot_be_enforced_is_refused_by_name_or_validated() -> None:
     assert constraint.violation("[1, 2]") is None
     assert "non-unique" in constraint.violation("[1, 1]")
     assert constraint.violation("[1").startswith("no JSON")
+    assert constraint.violation("[" * 100_000).endswith("nested too deeply")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,16 @@
 from typing import ClassVar, Literal
 
 import pytest
+import torch
 
-from decodekit.core.protocols import Rule, TokenStrategy
+from decodekit.core.candidates import Decision, Finished, Start, Wait
+from decodekit.core.protocols import Rule, SequenceStrategy, TokenStrategy
 from decodekit.recipe import Generation, Recipe, load_recipe
 from decodekit.runtime.auditing import Auditor
+from decodekit.runtime.constraining import RowConstraint
+from decodekit.runtime.paged_session import PagedSession
+from decodekit.runtime.scheduler import Scheduler
+from decodekit.testing import tiny_model
 from tests.runtime.oracle import Oracle
 from tests.runtime.schedules import outcome
 from tests.runtime.test_engine import PAGED, engine_of, used
@@ -130,3 +136,136 @@ def test_an_audit_that_fails_behind_drafted_tokens(monkeypatch) -> None:
     outputs = check(engine_of(), recipe, expected)
     assert "KeyError: 'row'" in outputs[1].error
     assert outputs[0].stats["audit"]["steps"] == NEW
+
+
+class Reportless(SequenceStrategy):
+    """Decides, and reports what is no report."""
+
+    kind: Literal["reportless"] = "reportless"
+
+    @property
+    def count(self):
+        return 1
+
+    def decide(self, request):
+        yield Start(1)
+        while not isinstance((yield Wait()), Finished):
+            pass
+        return Decision([0], report=None)
+
+
+def test_a_decision_that_nothing_can_be_told_of_ends_its_request_alone() -> None:
+    engine, expected = engine_of(), truth("dense")
+    bad = engine.submit(BAD, recipe=Recipe(strategy=Reportless()), max_new_tokens=3)
+    good = engine.submit(GOOD, max_new_tokens=NEW)
+    assert "'reportless' failed in decide: TypeError" in bad.result().error
+    assert bad.result().finish_reason == "error"
+    assert good.result().token_ids == expected[0]
+    assert engine.submit(OTHER, max_new_tokens=NEW).result().token_ids == expected[2]
+    assert used(engine) == 0
+
+
+def test_a_constraint_that_cannot_judge_a_text_ends_its_request_alone(monkeypatch) -> None:
+    engine = engine_of()
+    bound = {"prompt": BAD, "constraint": {"kind": "regex", "pattern": "[ab]{3}"}}
+    request, other = engine.submit(bound, max_new_tokens=6), engine.submit(bound, max_new_tokens=6)
+    report = RowConstraint.report
+
+    def failing(self, text):
+        if self is request._job.tasks[0].root.constraint:
+            raise ZeroDivisionError("on purpose")
+        return report(self, text)
+
+    monkeypatch.setattr(RowConstraint, "report", failing)
+    assert "its output cannot be made: ZeroDivisionError: on purpose" in request.result().error
+    assert request.result().token_ids[:3] == other.result().token_ids[:3]
+    assert other.result().error is None
+    assert engine.submit(GOOD, max_new_tokens=2).result().error is None
+    assert used(engine) == 0
+
+
+def crowded(blocks=9, **options):
+    """An engine in which the last of some requests was put aside, and these."""
+    engine = engine_of(blocks=blocks, slots=6, promise=0.0, preemption="offload", **options)
+    requests = [engine.submit([5, 6, 7, number], max_new_tokens=20) for number in range(6)]
+    while not any(request._job.aside for request in requests):
+        assert engine.step()
+    return engine, requests
+
+
+def roomy():
+    engine = engine_of(blocks=100)
+    return [engine.submit([5, 6, 7, number], max_new_tokens=20).result().token_ids for number in range(6)]
+
+
+def test_a_model_that_comes_while_requests_are_aside() -> None:
+    amateur, strategy = (
+        tiny_model("dense", dtype=torch.float64, seed=1),
+        {"kind": "contrastive_decoding", "amateur": "s"},
+    )
+    engine, requests = crowded(18, models={"s": amateur})
+    mixed = engine.submit([8, 9], recipe={"strategy": strategy}, max_new_tokens=4)
+    for _ in range(400):
+        if not engine.step():
+            break
+    assert [request.result().token_ids for request in requests] == roomy()
+    alone = engine_of(models={"s": amateur}).submit([8, 9], recipe={"strategy": strategy}, max_new_tokens=4)
+    assert mixed.result().token_ids == alone.result().token_ids
+    assert used(engine) == 0
+
+
+def test_what_was_put_aside_and_finds_no_room_is_computed_again(monkeypatch) -> None:
+    engine, requests = crowded()
+    refused = []
+
+    def full(self, row, aside):
+        refused.append(row)
+        return False
+
+    monkeypatch.setattr(PagedSession, "resume", full)
+    assert [request.result().token_ids for request in requests] == roomy()
+    assert refused
+    assert used(engine) == 0
+
+
+def test_a_queue_whose_first_request_cannot_be_taken_in_goes_on_without_it(monkeypatch) -> None:
+    engine, fits = engine_of(), Scheduler.fits
+    bad, good = engine.submit(BAD, max_new_tokens=3), engine.submit(GOOD, max_new_tokens=3)
+
+    def failing(self, job, but=()):
+        if job is bad._job:
+            raise ZeroDivisionError("on purpose")
+        return fits(self, job, but)
+
+    monkeypatch.setattr(Scheduler, "fits", failing)
+    for _ in range(20):
+        if not engine.step():
+            break
+    assert "on purpose" in bad.result().error
+    assert good.result().token_ids == truth("dense")[0][:3]
+
+
+class Minding(Oracle):
+    """Notes which rows it is told are over."""
+
+    kind: Literal["minding"] = "minding"
+    released: ClassVar[list[int]] = []
+
+    def start(self, host):
+        state = super().start(host)
+        state.release = self.released.extend
+        return state
+
+
+def test_drafters_are_told_of_rows_that_are_put_aside_on_the_host() -> None:
+    Minding.released.clear()
+    tokens = dict(zip([(5, 6, 7, number) for number in range(6)], roomy(), strict=True))
+    engine = engine_of(blocks=9, slots=6, promise=0.0, preemption="offload")
+    minding = Recipe(drafter=Minding(truth=tokens, schedule="constant"), generation=Generation())
+    requests = [engine.submit([5, 6, 7, number], recipe=minding, max_new_tokens=20) for number in range(6)]
+    while not any(request._job.aside for request in requests):
+        assert engine.step()
+    aside = {row for request in requests for row in request._job.aside}
+    engine.step()
+    assert aside <= set(Minding.released)
+    assert [request.result().token_ids for request in requests] == [*tokens.values()]

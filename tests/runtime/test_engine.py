@@ -1,12 +1,15 @@
 import random
 import statistics
 import threading
+import time
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import decodekit
 from decodekit.core.errors import InputError, Refused
+from decodekit.core.protocols import Rule
 from decodekit.recipe import Generation, Recipe
 from decodekit.runtime.batch import Batch
 from decodekit.runtime.forward import RaggedForward
@@ -351,3 +354,65 @@ def test_branches_on_another_model_share_the_engine() -> None:
         ids = target("dense").generate(torch.tensor([[5, 6, number]]), max_new_tokens=6, custom_generate=decoder)
         assert request.result().token_ids == ids[0, 3:].tolist()
     assert plain.result().finish_reason in ("length", "eos")
+
+
+def test_what_is_over_and_taken_is_kept_no_longer() -> None:
+    engine = engine_of()
+    taken, streamed, left = (engine.submit([5, 6, number], max_new_tokens=2) for number in range(3))
+    assert taken.result().token_ids
+    assert "".join(streamed.stream()) == streamed.result().text
+    while not left.done:
+        engine.step()
+    assert list(engine._batch.ended) == list(engine._open) == [left.id]
+    assert [name for name, _ in engine.results()] == [left.id]
+    assert not engine._batch.ended
+
+
+def test_numbers_that_were_given_as_ids_are_left_out_of_those_that_are_made_up() -> None:
+    engine = engine_of()
+    ids = [engine.submit([5], id=given, max_new_tokens=1).id for given in (1, "3", None, None, None)]
+    assert ids[:2] == ["1", "3"]
+    assert len({*ids}) == 5
+    with pytest.raises(InputError, match="was submitted before"):
+        engine.submit([5], id=ids[-1])
+    assert len(dict(engine.results())) == 5
+
+
+class Calls(Rule):
+    """Calls the engine from within a step."""
+
+    kind: Literal["calls"] = "calls"
+    what: Any
+
+    def __call__(self, rows, logits):
+        self.what()
+        return logits
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_a_call_from_within_a_step_is_an_error_and_a_cancel_waits_for_its_end(threads) -> None:
+    engine, done = engine_of(), []
+    other = engine.submit([9, 9], max_new_tokens=30)
+    waiting = [threading.Thread(target=lambda: done.append(engine.stats())) for _ in range(threads)]
+
+    def cancel():
+        if waiting and waiting[0].ident is None:
+            for thread in waiting:
+                thread.start()
+            while not engine._gate.locked():  # somebody stands at the door
+                time.sleep(0.001)
+        other.cancel()
+
+    calling = Recipe(rules=(Calls(what=cancel),), generation=Generation())
+    good = engine.submit([5, 17], recipe=calling, max_new_tokens=3)
+    stepping = threading.Thread(target=engine.step, daemon=True)
+    stepping.start()
+    stepping.join(20)
+    assert not stepping.is_alive()
+    assert other.done
+    assert other.result().finish_reason == "cancelled"
+    assert good.result().token_ids == engine_of().submit([5, 17], max_new_tokens=3).result().token_ids
+    for thread in waiting:
+        thread.join()
+    bad = engine.submit([5, 17], recipe=Recipe(rules=(Calls(what=engine.stats),)), max_new_tokens=3)
+    assert "called from within one of its own steps" in bad.result().error
