@@ -71,7 +71,9 @@ def map_command(
         str | None, typer.Option("--template", metavar="TEXT", help="the prompt, with {field} for fields of the row")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the rows that OUT lacks")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the rows that OUT lacks, and those that failed")
+    ] = False,
     unordered: Annotated[bool, typer.Option("--unordered", help="write rows as they end")] = False,
     budget: Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="of the caches, such as 4GiB")] = None,
     slots: Annotated[int, typer.Option("--slots", metavar="N", min=1, help="most rows decoded at once")] = 64,

@@ -19,6 +19,9 @@ from decodekit.core.errors import InputError
 from decodekit.recipe import Recipe, load_recipe
 from decodekit.runtime.jsonl import Appender, Line, key_of, read_lines, read_results, rewrite
 
+INTERRUPTED = 130
+"""Exit code of a run that a key stopped; what was finished is kept."""
+
 
 class Options(NamedTuple):
     """What the command line says beside recipe and files.
@@ -62,11 +65,16 @@ def map_rows(recipe: str, source: str, target: str, options: Options) -> int:
         return map_shard(loaded, Path(source), Path(target), options, world, rank)
     done = check_target(Path(target), options.resume) if target != "-" else {}
     with closing(Appender(sys.stdout.buffer if target == "-" else Path(target))) as output:
-        return run_lines(loaded, source, output, options, done=set(done))
+        code = run_lines(loaded, source, output, options, done=set(done))
+    if options.ray is not None and not options.unordered and code != INTERRUPTED:
+        merge(Path(target), [])  # a cluster gives rows as they end
+    return code
 
 
 def check_target(target: Path, resume: bool) -> dict[str, dict[str, Any]]:
     """The rows that an output already has; what a killed run of several processes left beside it is put into it.
+
+    Rows that failed are taken out, so that they are tried again.
 
     Raises:
         InputError: there are some, and nobody said that they are to stay.
@@ -76,7 +84,11 @@ def check_target(target: Path, resume: bool) -> dict[str, dict[str, Any]]:
         raise InputError(f"{target} exists; --resume goes on with its missing rows, or give another output file")
     if left:
         merge(target, left)
-    return read_results(target)
+    known = read_results(target)
+    done = {key: row for key, row in known.items() if "error" not in row}
+    if len(done) < len(known):
+        rewrite(target, done.values())
+    return done
 
 
 def shards_of(target: Path) -> list[Path]:
@@ -121,7 +133,7 @@ class Input:
             return None
         with open(self._source, "rb") as file:
             lines = sum(bool(line.strip()) for line in file)
-        return max(0, lines // self._shard[1] - len(self._done))
+        return -(-max(0, lines - len(self._done)) // self._shard[1])
 
 
 def run_lines(
@@ -177,7 +189,7 @@ def run_lines(
     if shard[1] == 1:
         report(summary, as_json=options.as_json)
     if interrupted:
-        return 130
+        return INTERRUPTED
     return 1 if tally.failed or lines.malformed else 0
 
 

@@ -14,14 +14,17 @@ from decodekit.cli.map import Options, check_target, merge, run_lines, shards_of
 from decodekit.recipe import Recipe
 from decodekit.runtime.jsonl import Appender, read_results
 
+_PATIENCE = timedelta(days=7)
+"""How long a process that is done waits for the others: rows differ in how long they take."""
+
 
 def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, world: int, rank: int) -> int:
     """Decode every ``world``-th row into a file of its own; the first process puts them together at the end.
 
     What an interrupted run left in such files, of however many processes, goes into the output first.
     """
-    # Without a GPU accelerate has to be told; shards may end hours after one another.
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
+    # Without a GPU accelerate has to be told.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PATIENCE)
     error: Exception | None = None
     if state.is_main_process:
         try:

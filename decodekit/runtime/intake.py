@@ -47,8 +47,7 @@ class Intake:
             Refused: the recipe cannot be honoured in an engine.
         """
         started = time.perf_counter()
-        if unknown := sorted(options.keys() - Generation.model_fields.keys()):
-            raise InputError(f"unknown option {unknown[0]!r}: {nearest(unknown[0], Generation.model_fields)}")
+        check_options(options)
         recipe = self._fitting(recipe or self.recipe)
         recipe = with_options(recipe, options) if options else recipe
         ids, inputs = self._ids(prompt, raw=raw)
@@ -98,6 +97,8 @@ class Intake:
         given: Any = prompt
         text, inputs = split_inputs(given)
         own: Any = text
+        if not isinstance(own, str | Sequence):
+            raise InputError(f"a prompt is a text, a list of chat messages or token ids, got {own!r}"[:300])
         if not isinstance(own, str) and own and all(type(token) is int for token in own):
             vocabulary = self.model.get_input_embeddings().weight.shape[0]
             if wrong := [token for token in own if not 0 <= token < vocabulary]:
@@ -116,6 +117,16 @@ class Intake:
                 sequence.constraint = self._constraints[eos].row(
                     sequence.request.inputs, sequence.limits.max_new_tokens
                 )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what is no option of a recipe's ``generation``.
+
+    Raises:
+        InputError: names it, and what is near.
+    """
+    if unknown := sorted(options.keys() - Generation.model_fields.keys()):
+        raise InputError(f"unknown option {unknown[0]!r}: {nearest(unknown[0], Generation.model_fields)}")
 
 
 def renumbered(sequence: SequenceState, row: int) -> SequenceState:

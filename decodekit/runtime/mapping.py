@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from decodekit.core.errors import DecodekitError, InputError
-from decodekit.core.types import Output
+from decodekit.core.errors import InputError, reason
 from decodekit.recipe import Recipe, load_recipe
 from decodekit.runtime.engine import Engine, EngineRequest
+from decodekit.runtime.intake import check_options
 from decodekit.runtime.jsonl import Line
 from decodekit.runtime.work import INPUTS
 
@@ -89,11 +89,11 @@ class Mapper:
                 order.append(line.number)
                 try:
                     running[line.number] = line, self._submit(line)
-                except DecodekitError as error:
-                    ready[line.number] = _failure(line, str(error))
+                except Exception as error:  # whatever one row holds, the others are decoded
+                    ready[line.number] = _failure(line, reason(error))
             for number, (line, request) in [*running.items()]:
                 if request.done:
-                    ready[number] = _result(line, request.results())
+                    ready[number] = _result(line, request)
                     del running[number]
             for number in [*order]:
                 if number in ready:
@@ -115,11 +115,12 @@ class Mapper:
         options, recipe = row.get("generation", {}), row.get("recipe")
         if not isinstance(options, Mapping) or not isinstance(recipe, Mapping | None):
             raise InputError('a row\'s generation and recipe are objects, such as {"max_new_tokens": 50}')
+        check_options(options)
         own = self.recipe
         if recipe is not None:
             own = load_recipe(self.recipe.to_dict(), overrides=dict(recipe))
         prompt = {"prompt": self._prompt(row), **{name: row[name] for name in self._inputs if name in row}}
-        return self.engine.submit(prompt, id=f"line {line.number}", recipe=own, raw=self.raw, **options)
+        return self.engine.submit(prompt, recipe=own, raw=self.raw, **options)
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         if self.template is None:
@@ -131,17 +132,20 @@ class Mapper:
             return prompt
         try:
             return string.Formatter().vformat(self.template, (), row)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, AttributeError) as error:
             raise InputError(
                 f"the template needs {error}, which the row does not have (it has {sorted(map(str, row))})"
             ) from error
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the template does not fit what the row holds: {error}") from error
 
 
 def _failure(line: Line, why: str) -> dict[str, Any]:
     return {"id": line.id, "line": line.number, "text": "", "finish_reason": "error", "error": why}
 
 
-def _result(line: Line, outputs: list[Output]) -> dict[str, Any]:
+def _result(line: Line, request: EngineRequest) -> dict[str, Any]:
+    outputs = request.results()
     best = outputs[0]
     result: dict[str, Any] = {
         "id": line.id,
@@ -158,5 +162,5 @@ def _result(line: Line, outputs: list[Output]) -> dict[str, Any]:
     if len(outputs) > 1:
         result["texts"] = [output.text for output in outputs]
     if best.error is not None:
-        result["error"] = best.error
+        result["error"] = best.error.removeprefix(f"request {request.id}: ")  # the row's own id is in the result
     return result

@@ -105,11 +105,6 @@ class Fan:
     paths: list[list[tuple[int, list[int]]]] = field(default_factory=list)
     forks: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def last(self) -> list[int]:
-        """[F] how many of each row's positions to keep: all that it is fed."""
-        return [len(tokens) for tokens in self.tokens]
-
 
 @dataclass
 class Settled:

@@ -6,8 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
+
+from decodekit.cli import shards
+from decodekit.cli.map import Input, Options, map_rows
+from decodekit.core.errors import InputError
+from decodekit.integrations import cluster
 
 PLAIN = "generation: {max_new_tokens: 5, suppress_tokens: [1]}\n"
 
@@ -166,3 +172,82 @@ def test_processes_of_accelerate_share_the_rows(recipe, tiny_folder, tmp_path) -
     assert [row["id"] for row in rows] == list(range(23))
     assert rows[3]["text"] == "left by a killed run"
     assert not list(tmp_path.glob("out.jsonl.*"))
+
+
+def test_a_row_that_cannot_be_read_is_told_and_the_others_are_done(cli, recipe, tiny_folder, tmp_path) -> None:
+    bad = [
+        ({"price": None}, "the template does not fit what the row holds"),
+        ({"price": 1, "generation": {"id": 1}}, "unknown option 'id'"),
+        ({"price": 1, "generation": {"raw": True}}, "unknown option 'raw'"),
+        ({"price": 1, "generation": {"prompt": "x"}}, "unknown option 'prompt'"),
+        ({"price": 1, "generation": {"recipe": {}}}, "unknown option 'recipe'"),
+    ]
+    rows = [{"price": 2}, *(row for row, _ in bad), {"price": 3}]
+    source = write(tmp_path / "in.jsonl", rows)
+    result = cli("map", recipe(PLAIN), source, "out.jsonl", "-m", tiny_folder, "--template", "{price:.2f}")
+    assert result.code == 1
+    first, *failed, last = read(tmp_path / "out.jsonl")
+    assert first["output_tokens"] == last["output_tokens"] == 5
+    for row, (_, why) in zip(failed, bad, strict=True):
+        assert why in row["error"]
+    source = write(tmp_path / "prompts.jsonl", [{"prompt": 5}, {"prompt": "x"}])
+    assert cli("map", recipe(PLAIN), source, "prompts.out", "-m", tiny_folder).code == 1
+    wrong, right = read(tmp_path / "prompts.out")
+    assert "a prompt is a text, a list of chat messages or token ids, got 5" in wrong["error"]
+    assert right["output_tokens"] == 5
+
+
+def test_rows_that_failed_are_tried_again(cli, recipe, tiny_folder, tmp_path) -> None:
+    source = write(
+        tmp_path / "in.jsonl", [{"id": 0, "prompt": "x"}, {"id": 1, "prompt": " "}, {"id": 2, "prompt": "y"}]
+    )
+    output = tmp_path / "out.jsonl"
+    command = ("map", recipe(PLAIN), source, output, "-m", tiny_folder, "--resume")
+    for _ in range(2):
+        result = cli(*command)
+        assert result.code == 1
+        assert "1 failed" in result.err
+        assert sorted((row["id"], "error" in row) for row in read(output)) == [(0, False), (1, True), (2, False)]
+    write(source, [{"id": 0, "prompt": "x"}, {"id": 1, "prompt": "z"}, {"id": 2, "prompt": "y"}])
+    assert cli(*command).code == 0
+    assert sorted(row["id"] for row in read(output)) == [0, 1, 2]
+    assert not any("error" in row for row in read(output))
+
+
+@pytest.mark.parametrize("unordered", [False, True])
+def test_rows_of_a_cluster_are_put_in_order(cli, recipe, tmp_path, monkeypatch, unordered) -> None:
+    def backwards(recipe, lines, address, **options):
+        yield from ({"id": line.id, "line": line.number, "text": ""} for line in reversed([*lines]))
+
+    monkeypatch.setattr(cluster, "map_on_ray", backwards)
+    source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "x"} for n in range(4)])
+    options = ["--unordered"] if unordered else []
+    assert cli("map", recipe(PLAIN), source, "out.jsonl", "--ray", "local", *options).code == 0
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == ([3, 2, 1, 0] if unordered else [0, 1, 2, 3])
+
+
+def test_processes_wait_long_for_each_other_and_write_over_nothing(recipe, tmp_path, monkeypatch) -> None:
+    asked = {}
+
+    class State:
+        is_main_process = True
+
+        def __init__(self, **options) -> None:
+            asked.update(options)
+
+    monkeypatch.setattr(shards, "PartialState", State)
+    monkeypatch.setattr(shards, "gather_object", lambda own: own)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    source, output = write(tmp_path / "in.jsonl", [{"prompt": "x"}]), write(tmp_path / "out.jsonl", [{"id": 1}])
+    options = Options(None, [], None, False, False, False, None, 4, None, False)
+    for kept in (output, write(tmp_path / "other.jsonl.0-of-2", [{"id": 1}])):
+        with pytest.raises(InputError, match="exists; --resume goes on"):
+            map_rows(str(recipe(PLAIN)), str(source), str(kept).removesuffix(".0-of-2"), options)
+        assert read(kept) == [{"id": 1}]
+    assert asked["timeout"] >= timedelta(days=1)
+
+
+@pytest.mark.parametrize(("done", "world", "left"), [(0, 1, 10), (4, 1, 6), (4, 2, 3), (5, 2, 3), (10, 4, 0)])
+def test_the_rows_that_are_left_are_those_of_one_process(tmp_path, done, world, left) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": n} for n in range(10)])
+    assert Input(str(source), {str(n) for n in range(done)}, (0, world)).count() == left
