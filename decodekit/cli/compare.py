@@ -10,7 +10,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingCol
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from decodekit.cli.console import errors, print_json, results
+from decodekit.cli.console import errors, print_json, print_table, results
 from decodekit.compare import Comparison, Line, as_json
 from decodekit.compare.metrics import metric_of
 from decodekit.compare.plot import plot
@@ -112,4 +112,4 @@ def _print(lines: Sequence[Line], metric: str) -> None:
             format_bytes(int(line.kv_bytes)),
             "" if line.recipe == "plain" else line.verdict + (f", {line.failed} rows failed" if line.failed else ""),
         )
-    results.print(table)
+    print_table(table)
