@@ -11,6 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from decodekit.cli.map import Options, check_target, merge, run_lines, shards_of
+from decodekit.core.errors import Refused
 from decodekit.recipe import Recipe
 from decodekit.runtime.jsonl import Appender, read_results
 
@@ -22,9 +23,18 @@ def map_shard(recipe: Recipe, source: Path, target: Path, options: Options, worl
     """Decode every ``world``-th row into a file of its own; the first process puts them together at the end.
 
     What an interrupted run left in such files, of however many processes, goes into the output first.
+
+    Raises:
+        Refused: accelerate did not join the processes that were started.
+        InputError: the output holds rows, and nobody said that they are to stay.
     """
     # Without a GPU accelerate has to be told.
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PATIENCE)
+    if state.num_processes != world:
+        raise Refused(
+            f"{world} processes were started, and accelerate joined {state.num_processes} of them: each would take itself for "
+            "the first, and rows be lost; start map without a launcher, or on devices that accelerate knows"
+        )
     error: Exception | None = None
     if state.is_main_process:
         try:
