@@ -223,7 +223,8 @@ def test_admission_counts_what_is_free(dense):
 
 @pytest.mark.parametrize("family", ["dense", "sliding"])
 def test_crop_drops_tokens(family, request):
-    model, ids = request.getfixturevalue(family), torch.tensor([tokens(5), tokens(5, 1)])
+    model = copy.deepcopy(request.getfixturevalue(family)).double()  # another number of rows rounds otherwise
+    ids = torch.tensor([tokens(5), tokens(5, 1)])
     other = torch.tensor([tokens(4, 2), tokens(4, 3)])
     for drop in (0, 2, 5, 9):
         cache = PagedCache(model.config, num_blocks=64, block_size=4)
@@ -232,7 +233,7 @@ def test_crop_drops_tokens(family, request):
         left = max(5 - drop, 0)
         assert cache.get_seq_length() == left
         expected = forward(model, torch.cat([ids[:, :left], other], dim=1))[:, left:]
-        assert torch.allclose(forward(model, other, cache), expected, atol=1e-4)
+        assert torch.allclose(forward(model, other, cache), expected, atol=1e-9)
     cache = PagedCache(model.config, num_blocks=64, block_size=4)
     forward(model, ids, cache)
     if CROP_TAKES_A_LENGTH:

@@ -258,7 +258,9 @@ data = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     source=st.dictionaries(st.sampled_from(WORDS), data, max_size=4),
     path=st.lists(st.sampled_from([*WORDS, "0"]), min_size=1),
