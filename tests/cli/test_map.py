@@ -12,7 +12,7 @@ import pytest
 
 from decodekit.cli import shards
 from decodekit.cli.map import Input, Options, map_rows
-from decodekit.core.errors import InputError
+from decodekit.core.errors import InputError, Refused
 from decodekit.integrations import cluster
 
 PLAIN = "generation: {max_new_tokens: 5, suppress_tokens: [1]}\n"
@@ -230,7 +230,7 @@ def test_processes_wait_long_for_each_other_and_write_over_nothing(recipe, tmp_p
     asked = {}
 
     class State:
-        is_main_process = True
+        is_main_process, num_processes = True, 2
 
         def __init__(self, **options) -> None:
             asked.update(options)
@@ -245,6 +245,9 @@ def test_processes_wait_long_for_each_other_and_write_over_nothing(recipe, tmp_p
             map_rows(str(recipe(PLAIN)), str(source), str(kept).removesuffix(".0-of-2"), options)
         assert read(kept) == [{"id": 1}]
     assert asked["timeout"] >= timedelta(days=1)
+    State.num_processes = 1
+    with pytest.raises(Refused, match="2 processes were started, and accelerate joined 1 of them"):
+        map_rows(str(recipe(PLAIN)), str(source), str(tmp_path / "new.jsonl"), options)
 
 
 @pytest.mark.parametrize(("done", "world", "left"), [(0, 1, 10), (4, 1, 6), (4, 2, 3), (5, 2, 3), (10, 4, 0)])
