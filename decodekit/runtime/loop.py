@@ -30,7 +30,7 @@ class Loop:
 
     Attributes:
         graphs: take the steps that need nothing from the host, if there are any.
-        forwards: so far, each of all live rows.
+        forwards: so far, each of all live rows; those of graphs are not counted.
     """
 
     def __init__(self, sessions: Sequence[Session], lanes: Sequence[Lane]) -> None:
