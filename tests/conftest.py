@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Read when triton is imported, as transformers does: without a GPU the kernels are interpreted.
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
@@ -11,6 +12,10 @@ from decodekit.testing import tiny_model, tiny_tokenizer
 
 # One thread: the models are tiny, and threads that wait for each other cost more than they bring.
 torch.set_num_threads(1)
+
+# The same examples every time, so that a run says the same of the same code; new ones: --hypothesis-profile=default.
+settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeated")
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,16 @@ class UnsupportedConstraint(Refused):
         super().__init__(message)
 
 
+def dotted(steps: Iterable[object]) -> str:
+    """The place inside a recipe, such as ``rules.0.p``; a key that would break the line or drown it is quoted or cut."""
+    return ".".join(_step(str(step)) for step in steps)
+
+
+def _step(text: str) -> str:
+    text = text if len(text) <= 60 else f"{text[:60]}..."
+    return text if text.isprintable() else repr(text)
+
+
 def reason(error: BaseException) -> str:
     """What an error says, in words that stand alone: one that nobody raised on purpose also tells its type."""
     return str(error) if isinstance(error, DecodekitError) else f"{type(error).__name__}: {error}"

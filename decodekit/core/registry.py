@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from decodekit.core import options, protocols
-from decodekit.core.errors import PluginError, RecipeError, nearest
+from decodekit.core.errors import PluginError, RecipeError, dotted, nearest
 
 PREFIX = "decodekit.v1."
 GROUPS: dict[str, tuple[type[protocols.Plugin], ...]] = {
@@ -140,7 +140,7 @@ def create(group: str, spec: Mapping[str, Any] | str) -> protocols.Plugin:
         return build(group, spec)
     except ValidationError as error:
         first = options.faults(error, spec)[0]
-        raise RecipeError(first.message, path=".".join(map(str, (kind, *first.loc)))) from error
+        raise RecipeError(first.message, path=dotted((kind, *first.loc))) from error
 
 
 def build(group: str, spec: Any, expected: type[protocols.Plugin] | None = None) -> protocols.Plugin:

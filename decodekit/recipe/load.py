@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from decodekit.core import options
-from decodekit.core.errors import RecipeError
+from decodekit.core.errors import RecipeError, dotted
 from decodekit.core.protocols import Plugin
 from decodekit.recipe.combinations import check_combinations
 from decodekit.recipe.languages import language_faults
@@ -194,9 +194,7 @@ def _located(root: Node, faults: Sequence[options.Fault]) -> list[RecipeError]:
     """Faults as errors at the key or value they are about, in the order of reading."""
     placed = [(_origin(root, fault), fault) for fault in faults]
     placed.sort(key=lambda pair: pair[0].order)
-    return [
-        RecipeError(fault.message, path=".".join(map(str, fault.loc)), origin=str(origin)) for origin, fault in placed
-    ]
+    return [RecipeError(fault.message, path=dotted(fault.loc), origin=str(origin)) for origin, fault in placed]
 
 
 def _origin(root: Node, fault: options.Fault) -> Origin:

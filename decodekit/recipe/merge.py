@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from decodekit.core.errors import RecipeError
+from decodekit.core.errors import RecipeError, dotted
 from decodekit.core.options import shown
 from decodekit.core.protocols import Plugin
 from decodekit.recipe.schema import plain
@@ -68,7 +68,7 @@ def _spelled_out(node: Node) -> Node:
 def _assign(node: Node, path: list[Key], depth: int, value: Node) -> Node:
     if depth == len(path):
         return merge(node, value)
-    node, step, place = _spelled_out(node), path[depth], ".".join(map(str, path[:depth]))
+    node, step, place = _spelled_out(node), path[depth], dotted(path[:depth])
 
     def refuse(message: str) -> NoReturn:
         raise RecipeError(message, path=place, origin=str(value.origin))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 from yaml import events
 
-from decodekit.core.errors import RecipeError
+from decodekit.core.errors import RecipeError, dotted
 from decodekit.core.options import Written, shown
 from decodekit.core.protocols import Plugin
 
@@ -319,7 +319,7 @@ def from_python(data: Any, source: Source) -> Node:
     def node(value: Any, path: tuple[Any, ...]) -> Node:
         nonlocal count
         count += 1
-        place = ".".join(map(str, path))
+        place = dotted(path)
         if count > MAX_NODES or len(path) > MAX_DEPTH:
             _refuse(f"more than {MAX_NODES} values, or nested more than {MAX_DEPTH} deep", source)
         if isinstance(value, Mapping):

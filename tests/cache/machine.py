@@ -21,9 +21,6 @@ from tests.cache.model import AWAY, Model, Row, content
 
 SEARCH = settings(
     stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )

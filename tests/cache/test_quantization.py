@@ -297,7 +297,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(list(BITS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -392,7 +392,7 @@ def refused_or_the_same(blob):
     assert state(cache)[1:] == before[1:]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_flipped_byte_is_never_loaded(data):
     blob = bytearray(small()[0])
@@ -402,7 +402,7 @@ def test_a_flipped_byte_is_never_loaded(data):
     refused_or_the_same(bytes(blob))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_part_of_a_file_is_never_loaded(data):
     blob = small()[0]
@@ -412,7 +412,7 @@ def test_a_part_of_a_file_is_never_loaded(data):
             small()[1].load(part)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200), st.booleans())
 def test_noise_is_never_loaded(noise, framed):
     with pytest.raises(InputError):

@@ -246,7 +246,7 @@ def keywords(inner):
 SCHEMAS = st.recursive(st.booleans() | keywords(st.just(True)), keywords, max_leaves=4)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=5), st.integers(0, 1000))
 def test_random_schemas_judge_as_jsonschema_does(schema, values, seed) -> None:
     validator = jsonschema.Draft202012Validator(schema)

@@ -10,7 +10,7 @@ from decodekit.fsm.regex import Regex
 from decodekit.fsm.syntax import parse
 from tests.fsm.patterns import has, plain_regexes, texts
 
-relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 def dfa(pattern):

@@ -58,7 +58,7 @@ def walk(state, vocabulary, rng, limit=12):
         tokens.append(token)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(small_regexes, st.randoms(use_true_random=False))
 def test_random_walks_end_in_texts_that_re_accepts(vocabulary, pattern, rng):
     try:
@@ -71,7 +71,7 @@ def test_random_walks_end_in_texts_that_re_accepts(vocabulary, pattern, rng):
     assert re.fullmatch(pattern, text), (pattern, text)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(small_regexes, st.randoms(use_true_random=False))
 def test_a_mask_has_the_tokens_after_which_the_text_can_be_completed(vocabulary, pattern, rng):
     """Token by token, by search instead of a walk of all tokens at once."""
@@ -117,7 +117,7 @@ def fewest(dfa, state, vocabulary):
     return None
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(small_regexes, st.integers(0, 4))
 def test_the_shortest_end_is_the_shortest(vocabulary, pattern, limit):
     try:
@@ -135,7 +135,7 @@ def test_the_shortest_end_is_the_shortest(vocabulary, pattern, limit):
     assert [token for token in mask_tokens(out[0]) if token] == in_time
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(small_regexes, st.randoms(use_true_random=False))
 def test_rollback_is_replay_and_forks_go_their_own_way(vocabulary, pattern, rng):
     try:
@@ -234,7 +234,7 @@ def test_forced_tokens_are_cut_as_the_tokenizer_cuts_the_text(smol, pattern, for
         state.advance(token)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     text=st.text(alphabet="abt e\n1é中", min_size=1, max_size=12),
     ends=st.lists(st.text("at e\n1.é", max_size=4), min_size=2, max_size=4),

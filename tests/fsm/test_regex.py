@@ -21,7 +21,7 @@ def matches(pattern, text):
         return re.fullmatch(pattern, text) is not None
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(regexes, texts)
 @example(r"1(\.5)?", "1.5")
 @example(r"(?:(?=a)|b){2}a", "bba")
@@ -39,7 +39,7 @@ def test_accepts_what_re_accepts(pattern, text):
     assert has(dfa, text) == matches(pattern, text)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(regexes, texts, texts)
 def test_a_state_is_dead_only_where_no_text_goes_on(pattern, text, more):
     try:

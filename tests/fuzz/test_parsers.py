@@ -62,7 +62,9 @@ def clear(error: DecodekitError) -> None:
 
 
 def fuzz(examples: int, strategy, check) -> None:
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    """The short run repeats its examples; the long one draws new ones."""
+
+    @settings(max_examples=examples, derandomize=examples == RUNS[0], suppress_health_check=list(HealthCheck))
     @given(strategy)
     def run(value):
         check(value)

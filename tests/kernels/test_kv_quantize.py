@@ -90,7 +90,7 @@ def test_the_ends_of_a_group_come_back_however_far_apart(dtype: torch.dtype, kin
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantizing_again_changes_nothing(dtype: torch.dtype, kind: str) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         seed=st.integers(0, 10**6),
         exponent=st.integers(-12, 4),
@@ -111,7 +111,7 @@ def test_quantizing_again_changes_nothing(dtype: torch.dtype, kind: str) -> None
 def test_quantizing_again_changes_no_extreme(dtype: torch.dtype, kind: str) -> None:
     limit = min(torch.finfo(dtype).max, 1e38)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(st.floats(-limit, limit), min_size=1, max_size=12))
     def check(group: list[float]) -> None:
         numbers = torch.tensor([group], dtype=torch.float64).to(dtype)

@@ -111,7 +111,7 @@ def batches(draw):
     return arguments, options
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches())
 def test_equals_dense_attention(batch) -> None:
     arguments, options = batch
@@ -120,7 +120,7 @@ def test_equals_dense_attention(batch) -> None:
     torch.testing.assert_close(by_parts(arguments, options), expected, atol=1e-12, rtol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batches())
 def test_a_row_does_not_depend_on_its_neighbours(batch) -> None:
     (query, keys, values, table, lengths, start), options = batch

@@ -47,6 +47,10 @@ class TestSources:
         assert load_recipe({"generation": {"seed": 3}}).generation.seed == 3
         assert refusal({"generation": {"seed": "3"}}) == "recipe: generation.seed: should be a valid integer, got '3'"
 
+    def test_a_key_that_would_break_the_line_is_quoted_and_a_long_one_cut(self) -> None:
+        assert refusal({"generation": {"\n": 1}}).startswith("recipe: generation.'\\n': unknown option: ")
+        assert refusal({"generation": {"k" * 999: 1}}).startswith(f"recipe: generation.{'k' * 60}...: unknown option: ")
+
     def test_empty_mapping_is_plain_decoding(self) -> None:
         recipe = load_recipe({})
         assert recipe.strategy == plugin("strategies", "sample")
@@ -258,9 +262,7 @@ data = st.recursive(
 )
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     source=st.dictionaries(st.sampled_from(WORDS), data, max_size=4),
     path=st.lists(st.sampled_from([*WORDS, "0"]), min_size=1),

@@ -244,9 +244,7 @@ def mutated(draw: st.DrawFn) -> str:
     return text
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     text=st.one_of(
         st.binary(max_size=60), st.text(max_size=60), st.lists(st.sampled_from(TOKENS)).map("".join), mutated()

@@ -32,7 +32,7 @@ sequences = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_si
 
 
 @given(histories=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=4), ids=sequences)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_equals_transformers_row_by_row(histories: list[list[int]], ids: list[list[int]]) -> None:
     logits = torch.randn(len(histories), 9)
     result = BadWords(ids=ids)(make_rows(histories), logits)

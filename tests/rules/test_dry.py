@@ -102,7 +102,7 @@ def test_lengths_are_counted_up_to_fifty() -> None:
     ),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_equals_the_definition_row_by_row(histories: list[list[int]], options: dict[str, object], data) -> None:
     rule = dry(**options)
     prompts = [data.draw(st.integers(0, len(history))) for history in histories]

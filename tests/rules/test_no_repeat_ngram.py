@@ -25,7 +25,7 @@ def test_obeys_the_laws_of_a_rule(n: int, scope: Scope) -> None:
     histories=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4),
     n=st.integers(1, 4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_equals_transformers_row_by_row(histories: list[list[int]], n: int) -> None:
     logits = torch.randn(len(histories), 9)
     result = NoRepeatNgram(n=n)(make_rows(histories), logits)

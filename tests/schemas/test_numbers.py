@@ -25,7 +25,7 @@ def matches(terminal, text):
     return accepts(CompiledGrammar(f"start: T\nT: {terminal}\n", VOCABULARY), VOCABULARY, text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BOUNDS, st.booleans(), st.booleans(), st.lists(NUMERALS, min_size=5, max_size=5))
 def test_bounds_hold_for_every_way_to_write_a_number(bound, upper, inclusive, texts) -> None:
     terminal = numbers.at_most(bound, inclusive) if upper else numbers.at_least(bound, inclusive)
@@ -36,7 +36,7 @@ def test_bounds_hold_for_every_way_to_write_a_number(bound, upper, inclusive, te
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 25, Fraction(1, 2), Fraction(1, 100)]), st.lists(NUMERALS, min_size=5, max_size=5)
 )
@@ -47,7 +47,7 @@ def test_multiples(divisor, texts) -> None:
             assert matches(terminal, text) == ((Fraction(text) / divisor).denominator == 1), text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(BOUNDS, st.lists(NUMERALS, min_size=5, max_size=5))
 def test_one_number(value, texts) -> None:
     for text in [*texts, json.dumps(float(value)), f"{float(value)}00"]:

@@ -22,7 +22,7 @@ PATTERNS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(PATTERNS, st.lists(TEXTS, min_size=4, max_size=4))
 def test_a_pattern_is_found_however_the_string_is_written(pattern, texts) -> None:
     terminal = patterns.found(pattern)
@@ -35,7 +35,7 @@ def test_a_pattern_is_found_however_the_string_is_written(pattern, texts) -> Non
 
 
 @pytest.mark.parametrize("pattern", ["a+b", "^x|y$", r"[\d_]{2,3}", "a(?=b)", r"(?:ab)*$"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(text=st.text("abxy1_\n", max_size=6))
 def test_patterns_without_differences_are_found_where_re_finds_them(pattern, text) -> None:
     expected = re.search(pattern.replace("$", r"\Z"), text) is not None
