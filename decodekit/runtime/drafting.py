@@ -51,7 +51,8 @@ class CachedRunner:
             self._rows.update(fresh)
         if known:
             counts = [1 if last is None else last[row] for row in known]
-            stepped = self._session.step(known, [tokens[row] for row in known], counts)["main"]
+            with self._session.optimized():
+                stepped = self._session.step(known, [tokens[row] for row in known], counts)["main"]
             outputs |= _by_row(stepped, known, counts)
         return outputs
 

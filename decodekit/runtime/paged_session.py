@@ -17,7 +17,6 @@ from decodekit.cache.preempt import Suspended
 from decodekit.cache.prefix import Prompt
 from decodekit.cache.runs import Frame, Run
 from decodekit.core.errors import Refused
-from decodekit.core.few_rows import few_rows
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import RaggedForward
@@ -336,7 +335,7 @@ class PagedSession(Session):
     @override
     @contextmanager
     def optimized(self) -> Iterator[None]:
-        with super().optimized(), few_rows(self.model), fused(self.model):
+        with super().optimized(), fused(self.model):
             yield
 
     def why_no_run(self) -> str | None:
