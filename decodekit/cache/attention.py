@@ -26,6 +26,9 @@ NAME = "decodekit"
 NAME_WITHOUT_MASKS = "decodekit_blocks"
 """The same for forwards of one token a row: transformers makes no mask for it, which would only be checked."""
 
+NAME_OF_FEW = "decodekit_few"
+"""For forwards of a few tokens a row over gathered K/V, where sdpa would copy the K/V for each of their query heads."""
+
 _SCORE_CHANGES = ("position_bias", "sinks", "indices", "block_indices")
 """Keywords with which some models change the scores of single pairs of tokens, or choose among the keys."""
 
@@ -219,7 +222,39 @@ def attention(
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
+def attention_of_few(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As ``sdpa``, which repeats K/V heads under a mask; here the query heads of one are more queries of it.
+
+    Args:
+        module: the attention module.
+        query: [R, Hq, q, D].
+        key: [R, Hk, T, D].
+        value: [R, Hk, T, Dv].
+        attention_mask: [R, 1, q, T].
+        kwargs: as of sdpa.
+
+    Returns:
+        [R, q, Hq, Dv], and ``None`` for the probabilities.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
+        return _sdpa(module, query, key, value, attention_mask, **kwargs)
+    output = nn.functional.scaled_dot_product_attention(
+        query.reshape(query.shape[0], key.shape[1], groups * query.shape[2], -1),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        dropout_p=kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
+    )
+    return output.reshape(*query.shape[:-1], -1).transpose(1, 2).contiguous(), None
+
+
 _sdpa = AttentionInterface()["sdpa"]
 AttentionInterface.register(NAME, attention)
 AttentionInterface.register(NAME_WITHOUT_MASKS, attention)
+AttentionInterface.register(NAME_OF_FEW, attention_of_few)
 AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+AttentionMaskInterface.register(NAME_OF_FEW, AttentionMaskInterface()["sdpa"])

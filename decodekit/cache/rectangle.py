@@ -23,9 +23,10 @@ class Rectangle:
     """The columns of K/V that the layers of one cache group see, the last token of each row in the last.
 
     A step of the same rows in the same order, each as long as the step before left it, finds all columns but its own in
-    place: written tokens never change, and the pads of rows that grow alike stay where they are. It adds its columns; any
-    other step gathers all of them. They are kept from the second step in a row on, so that rows which change in every step
-    (beams) have no K/V twice. Columns that a window has passed go when there is no room left, and all are made anew.
+    place: written tokens never change, and the pads of rows that grow alike stay where they are. It adds its columns, over
+    those of tokens that were taken back from all rows alike; any other step gathers all of them. They are kept from the second
+    step in a row on, so that rows which change in every step (beams) have no K/V twice. Columns that a window has passed go
+    when there is no room left, and all are made anew.
 
     Args:
         keeps: whether to keep any; for blocks that are quantized it would undo what that saves.
@@ -49,9 +50,16 @@ class Rectangle:
         vars(self).update(_tables=(), _ends=[], _kept={}, _origin=0, _room=0, _adds=False, _seen=slice(0))
 
     def settle(self) -> None:
-        """Let go of rows that are over, or were taken back."""
-        if any(table.committed != end for table, end in zip(self._tables, self._ends, strict=True)):
+        """Follow rows that all went back by as many tokens; let go of those that are over, or went back otherwise."""
+        dropped = {end - table.committed for table, end in zip(self._tables, self._ends, strict=True)}
+        if dropped <= {0}:
+            return
+        back, *others = dropped
+        if others or not 0 < back < self._seen.stop:
             self.clear()
+            return
+        ends = [end - back for end in self._ends]
+        vars(self).update(_ends=ends, _seen=slice(self._seen.start, self._seen.stop - back))
 
     def begin(self, tables: Sequence[BlockTable], lengths: Sequence[int], query_length: int, first: int) -> int | None:
         """A step begins.
@@ -67,7 +75,7 @@ class Rectangle:
         """
         same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
         goes_on, stop = same and lengths == self._ends, max(lengths) + query_length
-        self._adds, spare = goes_on and stop - self._origin <= self._room, None
+        self._adds, spare = goes_on and self._origin <= first and stop - self._origin <= self._room, None
         if not self._adds:
             self.clear()
             self._origin = first

@@ -439,6 +439,11 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         config._attn_implementation = usual
 
 
+def uses_sdpa(model: PreTrainedModel) -> bool:
+    """Whether the layers of the language model attend by torch's scaled dot product."""
+    return bool(text_config(model)._attn_implementation == "sdpa")
+
+
 def optimized(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context in which the model is tuned for one-token steps, as ``generate`` tunes it."""
     context: AbstractContextManager[None] = model._optimize_model_for_decode()

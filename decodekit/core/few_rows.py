@@ -1,4 +1,4 @@
-"""Linear layers on one to five rows, on a CPU."""
+"""Linear layers on few rows, on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from decodekit.core.swaps import Replacement, Swap, swapped
 
-MOST = 5
+MOST, MOST_OF_ONE_THREAD = 8, 5
 
 PADDED = {1: 2, 3: 4}
 """What an odd number of rows is filled up to, as that is faster."""
@@ -20,13 +20,13 @@ PADDED = {1: 2, 3: 4}
 
 @contextmanager
 def few_rows(model: nn.Module) -> Iterator[None]:
-    """A context in which float32 linear layers on a CPU compute ``(W x^T)^T`` for up to five rows, where that is faster.
+    """A context in which float32 linear layers on a CPU compute ``(W x^T)^T`` for few rows, where that is faster.
 
     On CPUs that are not Intel's, MKL multiplies ``x W^T`` for so few rows at a fraction of the speed that memory allows. On an
-    AMD EPYC (135M weights, two threads) one to five rows took 35, 56, 70, 51 and 45 ms, with the operands swapped and one row
-    filled up to two, three to four, 19, 18, 20, 20 and 27 ms; from six on little is gained, with one thread nothing. On a
-    Xeon of the fourth generation two rows take .8 times as long as one, and swapped 2.0 times. The sums are the same, in
-    another order.
+    AMD EPYC (135M weights, two threads) one to eight rows took 35, 56, 70, 51, 45, 49, 62 and 47 ms; with the operands swapped,
+    one row filled up to two and three to four, 19, 18, 20, 20, 27, 33, 39 and 38 ms; with one thread, from six rows on nothing
+    is gained. On a Xeon of the fourth generation two rows take .8 times as long as one, and swapped 2.0 times. The sums are the
+    same, in another order.
 
     Args:
         model: the model; a layer whose forward was already replaced (hooks of accelerate, ...) is left alone.
@@ -56,7 +56,7 @@ def swapping_pays() -> bool:
 def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
     """[..., in] to [..., out]."""
     rows = hidden.shape[:-1].numel()
-    if not 1 <= rows <= MOST:
+    if not 1 <= rows <= (MOST if torch.get_num_threads() > 1 else MOST_OF_ONE_THREAD):
         return nn.functional.linear(hidden, layer.weight, layer.bias)
     columns = nn.functional.pad(hidden.reshape(rows, -1), (0, 0, 0, PADDED.get(rows, rows) - rows)).t()
     if layer.bias is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from decodekit.cache.attention import NAME, NAME_WITHOUT_MASKS
+from decodekit.cache.attention import NAME, NAME_OF_FEW, NAME_WITHOUT_MASKS
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.runs import Frame
-from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length
+from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length, uses_sdpa
+
+FEW = 16
+"""Tokens a row up to which a forward's attention costs most by the K/V that it reads."""
 
 
 class Stepper:
@@ -124,7 +128,9 @@ class RaggedForward:
             }
             given = {name: value for name, value in inputs.items() if name in self._accepted}
             if not direct:
-                return self._model(input_ids=input_ids, **given, **self._always)
+                few = 1 < width <= FEW and self._model.device.type == "cpu" and uses_sdpa(self._model)
+                with attention(self._model, NAME_OF_FEW) if few else nullcontext():
+                    return self._model(input_ids=input_ids, **given, **self._always)
             with attention(self._model, NAME):
                 return self._model(
                     input_ids=input_ids, **{**given, "attention_mask": None}, **self._always, dk_cache=step

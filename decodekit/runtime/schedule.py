@@ -74,16 +74,18 @@ class Measured:
             self.rates[place] = MEMORY * hits + hit, MEMORY * tries + 1
 
     def cost(self, batch: int, shape: Shape) -> float:
-        """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be."""
-        if (known := self.seconds.get((batch, shape))) is not None:
-            return known[0]
-        more = shape[0] * shape[1] / batch - 1
-        slopes = [
-            (seconds - 1) / (rows * width / batch - 1)
-            for (size, (rows, width)), (seconds, _) in self.seconds.items()
-            if size == batch
-        ]
-        return 1 + more * max(0.0, min([PRIOR_COST, *slopes]))
+        """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be.
+
+        No forward takes less than a smaller one, so that the least of the larger ones corrects what was measured badly.
+        """
+        if shape == (batch, 1):
+            return 1.0
+        known = {own: seconds for (size, own), (seconds, _) in self.seconds.items() if size == batch}
+        larger = [seconds for own, seconds in known.items() if own[0] >= shape[0] and own[1] >= shape[1]]
+        if shape not in known:
+            slopes = [(seconds - 1) / _more(batch, own) for own, seconds in known.items()]
+            larger.append(1 + _more(batch, shape) * max(0.0, min([PRIOR_COST, *slopes])))
+        return min(larger)
 
     def count(self, batch: int, shape: Shape) -> int:
         """How often this was measured."""
@@ -243,6 +245,11 @@ class Schedule:
 
 def _cut(draft: Draft, length: int) -> Draft:
     return draft if draft.forced else draft.pruned(length)
+
+
+def _more(batch: int, shape: Shape) -> float:
+    """Tokens of a forward for each row, besides the one that it has without drafts."""
+    return shape[0] * shape[1] / batch - 1
 
 
 def _shape(drafts: Sequence[Draft]) -> Shape:

@@ -31,12 +31,16 @@ def test_a_layer_gives_the_same_numbers(bias, shape) -> None:
     assert found.is_contiguous()
 
 
-@pytest.mark.parametrize(("rows", "swapped"), [(0, 0), (1, 1), (2, 1), (5, 1), (6, 0)])
+@pytest.mark.parametrize(
+    ("threads", "rows", "swapped"),
+    [(1, 0, 0), (1, 1, 1), (1, 2, 1), (1, 5, 1), (1, 6, 0), (2, 6, 1), (2, 8, 1), (2, 9, 0)],
+)
 @pytest.mark.usefixtures("swapping")
 @torch.no_grad()
-def test_only_few_rows_are_swapped(monkeypatch, rows, swapped) -> None:
+def test_only_few_rows_are_swapped(monkeypatch, threads, rows, swapped) -> None:
     calls = []
     mm = torch.mm
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(module.torch, "mm", lambda *given: calls.append(given) or mm(*given))
     with few_rows(layer := nn.Linear(7, 11, bias=False)):
         layer(torch.randn(rows, 7))

@@ -129,3 +129,12 @@ def test_unmeasured_shapes_are_guessed_low() -> None:
     measured.time(1, (1, 3), 1.1)
     assert measured.cost(1, (1, 7)) == pytest.approx(1.3)
     assert measured.cost(8, (8, 2)) == pytest.approx(1.1)
+
+
+def test_a_forward_is_not_taken_for_dearer_than_a_larger_one() -> None:
+    measured = Measured()
+    measured.time(1, (1, 3), 1.8)
+    measured.time(1, (1, 4), 1.2)
+    measured.time(1, (1, 5), 1.5)
+    assert [measured.cost(1, (1, width)) for width in (3, 4, 5)] == [1.2, 1.2, 1.5]
+    assert measured.cost(4, (4, 3)) == pytest.approx(1.2)
