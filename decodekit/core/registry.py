@@ -170,7 +170,8 @@ def build(group: str, spec: Any, expected: type[protocols.Plugin] | None = None)
     except PluginError as error:
         raise options.fault(str(error), "kind") from error
     if not issubclass(plugin, bases):
-        raise options.fault(f"{kind!r} is not a {wanted}", "kind", code=options.MISFIT)
+        found = next((base.__name__ for base in GROUPS[group] if issubclass(plugin, base)), plugin.__name__)
+        raise options.fault(f"{kind!r} is a {found}, not a {wanted}", "kind", code=options.MISFIT)
     return options.validate(plugin, {**spec, "kind": kind.rpartition(":")[2]})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from decodekit.core import options
+from decodekit.core import options, registry
 from decodekit.core.errors import RecipeError, dotted
 from decodekit.core.protocols import Plugin
 from decodekit.recipe.combinations import check_combinations
@@ -24,6 +24,8 @@ MAX_FILES = 32
 GENERATION_CONFIG = "generation_config.json"
 """A model's own options, in which a recipe travels under the key ``decodekit``."""
 _SUFFIXES = (".yaml", ".yml", ".json")
+
+_SECTIONS = {"strategy": "strategies", "rules": "rules", "constraint": "constraints", "drafter": "drafters"}
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 
@@ -180,6 +182,10 @@ def _absent(path: Path) -> str:
     if path.exists():
         return "is a directory, not a recipe file" if path.is_dir() else "is not a regular file"
     where = "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
+    for section, group in _SECTIONS.items():
+        if str(path) in registry.kinds(group):
+            own = f"[{path}]" if section == "rules" else path
+            return f"no such file{where}; {str(path)!r} is the name of a plugin: write '{section}: {own}' into a recipe file"
     if not path.parent.is_dir():
         return f"no such file: its folder does not exist{where}"
     listed = path.parent.iterdir() if os.access(path.parent, os.R_OK) else ()

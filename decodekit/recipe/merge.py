@@ -75,8 +75,9 @@ def _assign(node: Node, path: list[Key], depth: int, value: Node) -> Node:
 
     if isinstance(node.value, list):
         if not isinstance(step, int) or step >= len(node.value):
-            items = f"a list of items 0 to {len(node.value) - 1}" if node.value else "an empty list"
-            refuse(f"has no item {step!r}: it is {items}")
+            last = len(node.value) - 1
+            items = f"its items are 0 to {last}" if last > 0 else "its only item is 0" if last == 0 else "it is empty"
+            refuse(f"has no item {step!r}: {items}")
         changed = list(node.value)
         changed[step] = _assign(changed[step], path, depth + 1, value)
         return Node(changed, node.origin)

@@ -71,6 +71,14 @@ def _strategy(spec: Any, _: Any) -> Any:
     return registry.build("strategies", spec)
 
 
+def _rules(spec: Any) -> Any:
+    if isinstance(spec, str | Mapping):
+        raise options.fault(
+            f"should be a list, got {options.shown(spec)}; put one rule in brackets, too: [{{kind: ...}}]"
+        )
+    return spec
+
+
 def _cache(spec: Any) -> Any:
     spec = {"kind": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping):
@@ -104,7 +112,7 @@ class Recipe(BaseModel):
         default_factory=plain_decoding,
         description="scores tokens, keeps hypotheses, or decides between outputs; sample when left out",
     )
-    rules: Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)] | None = Field(
+    rules: Annotated[Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)] | None, BeforeValidator(_rules)] = Field(
         None,
         description="change the logits, in order; given, even empty, they replace the sampling warpers of generate",
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 
-from decodekit.cache.attention import NAME, Layout, check_config
+from decodekit.cache.attention import NAME, NAME_OF_FEW, Layout, check_config
 from decodekit.core.compat import CACHE_KEY
 from decodekit.core.errors import Refused
 from decodekit.kernels.paged_attention import paged_attention
@@ -196,6 +196,17 @@ def test_without_a_step_it_is_sdpa(family) -> None:
     expected = family.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)
     family.set_attn_implementation(NAME)
     assert torch.equal(family.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0), expected)
+
+
+@every_family(["llama", "mistral", "gemma3", "qwen3_5"])
+def test_a_few_tokens_share_their_k_and_v(family) -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7]])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    logits = {}
+    for name in ("eager", NAME_OF_FEW):
+        family.set_attn_implementation(name)
+        logits[name] = family(**inputs).logits[inputs["attention_mask"] > 0]
+    torch.testing.assert_close(logits[NAME_OF_FEW], logits["eager"], rtol=1e-5, atol=1e-5)
 
 
 @every_family(["gemma2", "gpt_oss"])

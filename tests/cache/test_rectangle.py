@@ -82,15 +82,28 @@ def beams(loop):
         loop.cache.fork([0, 0, 2] if seed % 2 else [1, 0, 1])
 
 
+def taken_back(loop, drop):
+    before = [list(row.tokens) for row in loop.cache.rows]
+    for row, count in enumerate(loop.cache.rollback(drop)):
+        stop = len(before[row]) - drop[row]
+        yield loop.extend([row], [before[row][stop - count : stop]]) if count else torch.zeros(0)
+
+
 def rolled_back(loop):
     loop.cache.activate_past_recording()
     for drop in ([0, 0, 0], [1, 0, 0], [3, 3, 3], [0, 2, 1]):
         yield from grow(loop, [0, 1, 2], 4, drop[1])
-        before = [list(row.tokens) for row in loop.cache.rows]
-        again = loop.cache.rollback(drop)
-        for row, count in enumerate(again):
-            stop = len(before[row]) - drop[row]
-            yield loop.extend([row], [before[row][stop - count : stop]]) if count else torch.zeros(0)
+        yield from taken_back(loop, drop)
+
+
+def drafted(loop):
+    """Of some tokens a step, each row keeps as many as the others."""
+    loop.cache.activate_past_recording()
+    for seed, (count, drop) in enumerate(
+        [(1, 0), (4, 2), (4, 3), (1, 0), (4, 0), (3, 2), (1, 0), (2, 1), (5, 4), (1, 1)]
+    ):
+        yield loop.extend([0, 1, 2], [tokens(count, 3 * seed + row) for row in range(3)])
+        yield from taken_back(loop, [drop] * 3)
 
 
 def rolled_back_and_forwarded_alone(loop):
@@ -137,6 +150,7 @@ SCENARIOS = [
     reordered_at_one_length,
     beams,
     rolled_back,
+    drafted,
     rolled_back_and_forwarded_alone,
     released,
     restored,
@@ -210,6 +224,16 @@ def test_rows_that_are_over_or_taken_back_hold_nothing():
         assert kept(loop) == 2 * (19 + 3) * 2 * 2 * 8 * 4 * 4
         change(loop.cache)
         assert kept(loop) == 0
+
+
+@pytest.mark.parametrize("family", ["dense", "sliding"])
+def test_rows_that_go_back_alike_hold_what_is_left(family):
+    loop = loop_over(tiny_model(family), *PROMPTS[:2])
+    loop.cache.activate_past_recording()
+    list(grow(loop, [0, 1], 4))
+    held = kept(loop)
+    loop.cache.rollback([2, 2])
+    assert kept(loop) == held > 0
 
 
 def test_a_window_bounds_what_is_kept():

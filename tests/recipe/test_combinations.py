@@ -35,7 +35,7 @@ MBR = {"kind": "mbr", "n": 4, "inner": "sample"}
             "cache: 'mbr' forks its rows, which a dynamic cache cannot; leave cache out",
         ),
         ({"strategy": "beam", "cache": {"kind": "dynamic"}}, "cache: 'beam' forks its rows"),
-        ({"strategy": {**MBR, "inner": "beam"}}, "strategy.inner: 'beam' is not a TokenStrategy"),
+        ({"strategy": {**MBR, "inner": "beam"}}, "strategy.inner: 'beam' is a SearchStrategy, not a TokenStrategy"),
         (
             {"cache": {"kind": "paged", "window": 64}, "drafter": "ngram"},
             "cache.window: a drafter verifies several tokens at once",

@@ -101,6 +101,8 @@ class TestFiles:
         write(greedy="{}")
         message = refusal("gredy.yml")
         assert message.startswith("gredy.yml: no such file (relative paths start at ")
+        assert refusal("dola").endswith("'dola' is the name of a plugin: write 'strategy: dola' into a recipe file")
+        assert refusal("top_p").endswith("write 'rules: [top_p]' into a recipe file")
         assert message.endswith("did you mean 'greedy.yaml'?")
         assert "its folder does not exist" in refusal("nowhere/greedy.yaml")
 
@@ -130,7 +132,10 @@ class TestFaults:
             ("strategy: [dola]", "a.yaml:1:11: strategy: should be a kind or a mapping with 'kind', got ['dola']"),
             ("strategi: dola", "a.yaml:1:1: strategi: unknown option: did you mean 'strategy'?"),
             (f"rules: [{'top_p,' * 101}]", "a.yaml:1:8: rules: should have at most 100 items, got [{'kind': 'top_p'}"),
-            ("rules: top_p", "a.yaml:1:8: rules: should be a list, got 'top_p'"),
+            (
+                "rules: top_p",
+                "a.yaml:1:8: rules: should be a list, got 'top_p'; put one rule in brackets, too: [{kind: ...}]",
+            ),
             ("rules: [sample]", "a.yaml:1:9: rules.0.kind: unknown rule 'sample': known: bias, temperature, top_p"),
             ("rules:\n- kind: top_p\n  pp: 0.9", "a.yaml:3:3: rules.0.pp: unknown option: did you mean 'p'?"),
             ("rules:\n- kind: top_p\n  p: 1.5", "a.yaml:3:6: rules.0.p: should be less than or equal to 1, got 1.5"),
@@ -153,14 +158,17 @@ class TestFaults:
                 "a.yaml:1:32: strategy.layers: should be 'low' or 'high' or a list, got 'mid'",
             ),
             ("strategy:\n  kind: mbr", "a.yaml:2:3: strategy.inner: missing: this option is required"),
-            ("strategy: {kind: mbr, inner: vote}", "a.yaml:1:30: strategy.inner: 'vote' is not a TokenStrategy"),
+            (
+                "strategy: {kind: mbr, inner: vote}",
+                "a.yaml:1:30: strategy.inner: 'vote' is a SequenceStrategy, not a TokenStrategy",
+            ),
             (
                 "strategy:\n  kind: mbr\n  inner:\n    kind: dola\n    layrs: low",
                 "a.yaml:5:5: strategy.inner.layrs: unknown option: did you mean 'layers'?",
             ),
             (
                 "strategy: {kind: mbr, inner: sample, also: [sample, {kind: beam}]}",
-                "a.yaml:1:60: strategy.also.1.kind: 'beam' is not a TokenStrategy",
+                "a.yaml:1:60: strategy.also.1.kind: 'beam' is a SearchStrategy, not a TokenStrategy",
             ),
             ("cache: pages", "a.yaml:1:8: cache.kind: unknown cache 'pages': did you mean 'paged'?"),
             ("cache: {kind: dynamc}", "a.yaml:1:15: cache.kind: unknown cache 'dynamc': did you mean 'dynamic'?"),

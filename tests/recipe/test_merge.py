@@ -178,8 +178,8 @@ class TestSet:
         [
             ("rules.0.p=x", "--set rules.0.p=x: rules.0.p: should be a valid number, got 'x'"),
             ("rules.0.pp=1", "--set rules.0.pp=1: rules.0.pp: unknown option: did you mean 'p'?"),
-            ("rules.1.p=1", "--set rules.1.p=1: rules: has no item 1: it is a list of items 0 to 0"),
-            ("rules.p=1", "--set rules.p=1: rules: has no item 'p': it is a list of items 0 to 0"),
+            ("rules.1.p=1", "--set rules.1.p=1: rules: has no item 1: its only item is 0"),
+            ("rules.p=1", "--set rules.p=1: rules: has no item 'p': its only item is 0"),
             ("generation.seed.x=1", "--set generation.seed.x=1: generation.seed: is 1 and has no 'x' inside"),
             ("strategy=dolla", "--set strategy=dolla: strategy.kind: unknown strategy 'dolla': did you mean"),
             ("generation.seed=[1", "--set generation.seed=[1: while parsing a flow sequence"),
@@ -196,4 +196,4 @@ class TestSet:
         assert refusal(name, set_values=[assignment]).startswith(message)
 
     def test_no_items(self) -> None:
-        assert "rules: has no item 0: it is an empty list" in refusal({"rules": []}, set_values=["rules.0.p=1"])
+        assert "rules: has no item 0: it is empty" in refusal({"rules": []}, set_values=["rules.0.p=1"])

@@ -62,7 +62,7 @@ class TestNestedPlugins:
             made("strategies", {"kind": "mbr", "inner": {"kind": "dola", "layrs": 1}})
         with pytest.raises(RecipeError, match=r"beam\.inner: unknown strategy 'dolla': did you mean 'dola'"):
             made("strategies", {"kind": "beam", "inner": "dolla"})
-        with pytest.raises(RecipeError, match=r"beam\.inner\.kind: 'mbr' is not a TokenStrategy"):
+        with pytest.raises(RecipeError, match=r"beam\.inner\.kind: 'mbr' is a SequenceStrategy, not a TokenStrategy"):
             made("strategies", {"kind": "beam", "inner": {"kind": "mbr", "inner": "sample"}})
 
     def test_an_unknown_kind_outside_is_a_plugin_error(self) -> None:

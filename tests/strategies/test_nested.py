@@ -71,7 +71,7 @@ def test_what_the_inner_strategy_needs_is_asked_for(dense, tokenizer) -> None:
     contrasting = decodekit.strategy("mbr", n=2, utility="exact", inner=INNER["contrastive_decoding"][0])
     with pytest.raises(InputError, match="needs a model called 'small'"):
         contrasting.run(dense, tokenizer, "a", do_sample=True)
-    with pytest.raises(RecipeError, match="'beam' is not a TokenStrategy"):
+    with pytest.raises(RecipeError, match="'beam' is a SearchStrategy, not a TokenStrategy"):
         decodekit.load({"strategy": {"kind": "mbr", "utility": "exact", "inner": "beam"}})
 
 

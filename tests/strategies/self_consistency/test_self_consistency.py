@@ -104,7 +104,7 @@ def test_deepconf_leaves_the_unsure_of_the_warm_up_out_of_the_vote() -> None:
         ),
         ({"stop": "adaptive", "weights": "logprob"}, "strategy: stop: adaptive counts votes; leave weights out"),
         ({"n": 2, "stop": "deepconf"}, "strategy: stop: deepconf warms up with 4 candidates, n is 2; raise n"),
-        ({"inner": "mbr"}, "strategy.inner: 'mbr' is not a TokenStrategy"),
+        ({"inner": "mbr"}, "strategy.inner: 'mbr' is a SequenceStrategy, not a TokenStrategy"),
     ],
 )
 def test_refused(options, message) -> None:
