@@ -23,6 +23,8 @@ NEW_TOKENS = 64
 DRAFTERS = ("ngram", "suffix", "recycle", "lookahead")
 LOOKUPS = (3, 5, 10)
 BATCH = 8
+UNREAD = {"suffix": {"kind": "suffix", "memory": 1 << 16}}
+"""A drafter with a memory of its own, which the prompts that were decoded alone are not in."""
 RESAMPLES = 2000
 PLAIN = "plain"
 
@@ -76,7 +78,8 @@ def reads(path: Path | None, limit: int | None) -> list[Question]:
 def run(model: Any, tokenizer: Any, prompts: Sequence[Question], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a method and category, and for all prompts together; then a row a drafter for batches of 8.
 
-    Drafters meet the prompts in order, each once, so that ``suffix`` and ``recycle`` know earlier ones, as in service.
+    Drafters meet the prompts in order, each once, so that ``suffix`` and ``recycle`` know earlier ones, as in service; in
+    batches ``suffix`` begins anew, ``recycle`` knows the same text.
 
     - ``speedup``: seconds of plain decoding over those of the method, summed over the prompts.
     - ``low``, ``high``: its 95 % interval over resampled prompts, each with both its times.
@@ -104,7 +107,8 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[Question], status: Callabl
     # Every so many prompts, so that each batch has some of every category.
     stride = len(prompts) // BATCH
     batches = [[own.text for own in prompts[first::stride][:BATCH]] for first in range(min(stride, 2))]
-    batched = _in_turn(decode, methods, batches, status)
+    together = methods | {kind: {"custom_generate": load({"drafter": spec})} for kind, spec in UNREAD.items()}
+    batched = _in_turn(decode, together, batches, status)
     return rows + [_row(name, "all", BATCH, batched[PLAIN], batched[name]) for name in ours if batches]
 
 

@@ -46,9 +46,8 @@ def stored(cache, row):
 
 
 def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for mine, other in zip(found, expected, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(mine, other, strict=True))
+    """To the bit; what no token has written yet may be anything, NaN too."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def pushed_out(loop):
