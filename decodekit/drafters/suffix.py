@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
+from heapq import nlargest
+from operator import itemgetter
 from threading import Lock
 from typing import ClassVar, Literal
 
@@ -23,14 +23,24 @@ DOUBT_EARLIER = 10.0
 MOST_COUNTED = 64
 """Suffixes of a token whose counts are kept up, longest first, so that no text makes a step long."""
 
+MOST_READ = 4
+"""Suffixes whose followers are looked at for one token, longest first."""
+
+MOST_FOLLOWERS = 64
+"""Followers of a shorter suffix above which it says too little to be read."""
+
+CANDIDATES = 3
+"""Followers of a suffix, most frequent first, that may be drafted."""
+
 
 class Suffix(Drafter):
     """Suffix automata over the text of a row and over earlier requests of the same model.
 
-    Oliaro et al., 2024, arXiv:2411.04975: the longest suffix of the text that occurred before, in it or in others, and from
-    there the token that followed most often, again and again; of these drafts the one of which most tokens are likely to be
-    accepted. Helps wherever texts repeat themselves or each other: agents, templates, lists, retrieval. What earlier requests
-    held shows in seconds, never in tokens: share a model between people who must not learn even that with ``memory: 0``.
+    Oliaro et al., 2024, arXiv:2411.04975: what followed the longest suffix of the text that occurred before, in it or in
+    others. Where it says little, shorter suffixes say the rest (interpolated, as Jelinek and Mercer, 1980); the likeliest token
+    of any text is drafted, and all texts follow it. Helps wherever texts repeat themselves or each other: agents, templates,
+    lists, retrieval. What earlier requests held shows in seconds, never in tokens: share a model between people who must not
+    learn even that with ``memory: 0``.
 
     Cost: amortised O(1) a token; about 0.5 kB a token remembered; no model.
     """
@@ -109,39 +119,47 @@ class Automaton:
 
     def walk(self, state: int, match: int, token: int) -> tuple[int, int]:
         """From the longest suffix of another text that occurs here, to that of the text with one token more."""
-        # States may have been split since: of those that hold the suffix, the one on the way of its links.
-        while state and self._length[self._link[state]] >= match:
-            state = self._link[state]
+        state = self._holding(state, match)
         while state and token not in self._next[state]:
             state = self._link[state]
             match = self._length[state]
         following = self._next[state].get(token)
         return (0, 0) if following is None else (following, match + 1)
 
-    def continuation(self, state: int, match: int, most: int, doubt: float) -> Draft:
-        """What followed most often, at each step; the latest of those that did as often.
+    def chances(self, state: int, match: int, doubt: float) -> dict[int, float]:
+        """How likely tokens are to come next; those of the longest suffix first, its most frequent and latest before others.
 
         Args:
-            state: to go on from.
-            match: tokens of another text, or later in this, that led there.
-            most: tokens.
+            state: of a suffix of another text, or of this one's before its end.
+            match: its tokens, at least one.
             doubt: as of :func:`decodekit.core.drafts.confidence`.
         """
-        tokens, likely = list[int](), list[float]()
-        while len(tokens) < most:
+        state = self._holding(state, match)
+        suffixes = [(state, match)]
+        while (
+            len(suffixes) < MOST_READ and (state := self._link[state]) > 0 and len(self._next[state]) <= MOST_FOLLOWERS
+        ):
+            suffixes.append((state, self._length[state]))
+        known = dict[int, float]()
+        for state, length in reversed(suffixes):
             following = self._next[state]
-            choice = max(
-                following,
-                key=lambda token: (self._count[following[token]], self._recent[following[token]]),
-                default=BETWEEN,
-            )
-            if choice == BETWEEN:
-                break
-            total = sum(self._count[after] for after in following.values())
-            state = following[choice]
-            likely.append(confidence(match + len(tokens), self._count[state], total, doubt))
-            tokens.append(choice)
-        return Draft(tokens, confidence=likely)
+            counts = {token: self._count[after] for token, after in following.items()}
+            total = sum(counts.values())
+            # What this suffix leaves open, the next shorter one says.
+            rest = 1 - confidence(length, total, total, doubt)
+            frequent = nlargest(CANDIDATES, counts, key=lambda token: (counts[token], self._recent[following[token]]))
+            known = {
+                token: confidence(length, counts.get(token, 0), total, doubt) + rest * known.get(token, 0.0)
+                for token in dict.fromkeys([*frequent, *known])
+            }
+        known.pop(BETWEEN, None)
+        return known
+
+    def _holding(self, state: int, match: int) -> int:
+        """The state that now has a suffix of so many tokens, which this one had before states were split."""
+        while state and self._length[self._link[state]] >= match:
+            state = self._link[state]
+        return state
 
 
 class Corpus:
@@ -207,13 +225,21 @@ class _Row:
         self.ids += new
 
     def draft(self, budget: int) -> Draft:
-        """What followed the longest suffix in its own past or in an earlier text; its own comes first among equals."""
+        """The likeliest token of its own past or of an earlier text, again and again; its own comes first among equals."""
         places = [(self._own, *self._own.repeated(), DOUBT)]
         places += [(own, *place, DOUBT_EARLIER) for own, place in self._places.items()]
-        drafts = [own.continuation(state, match, budget, doubt) for own, state, match, doubt in places if match]
-        return max(drafts, key=_hits, default=Draft())
-
-
-def _hits(draft: Draft) -> float:
-    """How many of its tokens are likely to be accepted."""
-    return sum(accumulate(draft.confidence, mul))
+        tokens, likely = list[int](), list[float]()
+        while len(tokens) < budget:
+            chances = [
+                chance
+                for own, state, match, doubt in places
+                if match
+                for chance in own.chances(state, match, doubt).items()
+            ]
+            if not chances:
+                break
+            token, chance = max(chances, key=itemgetter(1))
+            tokens.append(token)
+            likely.append(chance)
+            places = [(own, *own.walk(state, match, token), doubt) for own, state, match, doubt in places]
+        return Draft(tokens, confidence=likely)

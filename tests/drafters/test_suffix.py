@@ -36,7 +36,7 @@ def test_the_automaton_knows_the_longest_repeated_suffix_and_what_followed_most_
         assert match == longest
         if not match:
             continue
-        [token] = automaton.continuation(state, match, 1, 3.0).tokens
+        token, *_ = automaton.chances(state, match, 3.0)
         follows = [text[place + match] for place in occurrences(text, text[-match:]) if place + match < len(text)]
         assert follows.count(token) == max(map(follows.count, follows))
 
@@ -71,6 +71,18 @@ def test_confidence_grows_with_the_match_and_with_how_often_it_went_on_so() -> N
     assert list(draft.tokens) == [7, 1]
     assert list(draft.confidence) == [confidence(1, 2, 3), confidence(2, 2, 2)]
     assert confidence(1, 1, 1) < confidence(2, 1, 1) < confidence(2, 3, 3) < 1
+
+
+def test_what_the_longest_suffix_leaves_open_a_shorter_one_says() -> None:
+    automaton = Automaton()
+    for token in [1, 2, 9, *[5, 2, 7] * 4, 1, 2]:
+        automaton.extend(token)
+    state, match = automaton.repeated()
+    assert match == 2
+    chances = automaton.chances(state, match, 3.0)
+    rest = 1 - confidence(2)
+    assert chances == pytest.approx({9: confidence(2) + rest * confidence(1, 1, 5), 7: rest * confidence(1, 4, 5)})
+    assert list(chances) == [9, 7]
 
 
 def test_of_its_own_past_and_earlier_texts_the_likelier_is_continued() -> None:
