@@ -83,8 +83,13 @@ class Measured:
         known = {own: seconds for (size, own), (seconds, _) in self.seconds.items() if size == batch}
         larger = [seconds for own, seconds in known.items() if own[0] >= shape[0] and own[1] >= shape[1]]
         if shape not in known:
-            slopes = [(seconds - 1) / _more(batch, own) for own, seconds in known.items()]
-            larger.append(1 + _more(batch, shape) * max(0.0, min([PRIOR_COST, *slopes])))
+            least = (
+                max(0.0, min((seconds - 1) / _more(batch, own) for own, seconds in known.items()))
+                if known
+                else PRIOR_COST
+            )
+            # Where each token has cost much, more of them may cost half.
+            larger.append(1 + _more(batch, shape) * max(min(least, PRIOR_COST), least / 2))
         return min(larger)
 
     def count(self, batch: int, shape: Shape) -> int:
@@ -126,6 +131,7 @@ class Schedule:
         self._units: dict[int, tuple[float, int]] = {}
         self._drafting: dict[int, float] = {}
         self._without = self._with = 0
+        self._warm = False
 
     def budgets(self, rows: Sequence[int], room: Sequence[int]) -> list[int]:
         """[R] most tokens of each row's draft.
@@ -182,7 +188,9 @@ class Schedule:
             length = self._lengths.get(row, self._most)
             self._lengths[row] = min(self._most, length + 2) if hits == depth else max(1, length - 1)
         longest = max(depths.values())
-        self._time(len(drafts), _shape(list(drafts.values())), seconds)
+        if self._warm:  # the first pass of a call is much slower than those after it
+            self._time(len(drafts), _shape(list(drafts.values())), seconds)
+        self._warm = True
         known = self._drafting.get(longest, drafting)
         self._drafting[longest] = known + SMOOTHING * (drafting - known)
         self._without = 0 if not longest else self._without + 1

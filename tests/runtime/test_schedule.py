@@ -5,7 +5,7 @@ import torch
 
 from decodekit.core.drafts import Draft
 from decodekit.drafters.ngram import Ngram
-from decodekit.runtime.schedule import PROBE, Measured, Schedule
+from decodekit.runtime.schedule import _MEASURED, PROBE, Measured, Schedule
 
 
 class Model:
@@ -116,6 +116,20 @@ def test_constant_and_heuristic_lengths() -> None:
 
 def test_room_bounds_every_length() -> None:
     assert Schedule(Ngram(schedule="constant"), Model()).budgets([0, 1, 2], [0, 3, 9]) == [0, 3, 5]
+
+
+def test_the_first_pass_of_a_call_is_no_measure_of_the_others() -> None:
+    model, passes = Model(), iter([0.2])
+    simulate(Schedule(Ngram(), model), 40, rates=[0.9] * 5, cost=lambda length: next(passes, linear(0.3)(length)))
+    seconds = _MEASURED.of(model, Ngram().model_dump_json()).seconds
+    assert seconds
+    assert all(relative > 1.2 for relative, _ in seconds.values())
+
+
+def test_where_tokens_cost_much_more_of_them_are_guessed_to_cost_half() -> None:
+    measured = Measured()
+    measured.time(8, (8, 2), 1.8)
+    assert measured.cost(8, (8, 4)) == pytest.approx(2.2)
 
 
 def test_unmeasured_shapes_are_guessed_low() -> None:
