@@ -239,7 +239,8 @@ def attention_of_few(
         [R, q, Hq, Dv], and ``None`` for the probabilities.
     """
     groups = query.shape[1] // key.shape[1]
-    if groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
+    changed = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", *_SCORE_CHANGES))
+    if groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or changed:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
     output = nn.functional.scaled_dot_product_attention(
         query.reshape(query.shape[0], key.shape[1], groups * query.shape[2], -1),

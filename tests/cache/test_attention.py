@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 
+from decodekit.cache import attention as module
 from decodekit.cache.attention import NAME, NAME_OF_FEW, Layout, check_config
 from decodekit.core.compat import CACHE_KEY
 from decodekit.core.errors import Refused
@@ -207,6 +208,15 @@ def test_a_few_tokens_share_their_k_and_v(family) -> None:
         family.set_attn_implementation(name)
         logits[name] = family(**inputs).logits[inputs["attention_mask"] > 0]
     torch.testing.assert_close(logits[NAME_OF_FEW], logits["eager"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["softcap", "s_aux", "position_bias"])
+def test_scores_that_are_changed_are_left_to_sdpa(monkeypatch, change) -> None:
+    given = {}
+    monkeypatch.setattr(module, "_sdpa", lambda *_, **kwargs: given.update(kwargs))
+    heads, mask = torch.randn(1, 4, 3, 8), torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    module.attention_of_few(torch.nn.Identity(), heads, heads[:, :2], heads[:, :2], mask, **{change: 1.0})
+    assert given == {change: 1.0}
 
 
 @every_family(["gemma2", "gpt_oss"])
