@@ -83,11 +83,8 @@ class Measured:
         known = {own: seconds for (size, own), (seconds, _) in self.seconds.items() if size == batch}
         larger = [seconds for own, seconds in known.items() if own[0] >= shape[0] and own[1] >= shape[1]]
         if shape not in known:
-            least = (
-                max(0.0, min((seconds - 1) / _more(batch, own) for own, seconds in known.items()))
-                if known
-                else PRIOR_COST
-            )
+            slopes = [(seconds - 1) / _more(batch, own) for own, seconds in known.items()]
+            least = max(0.0, min(slopes, default=PRIOR_COST))
             # Where each token has cost much, more of them may cost half.
             larger.append(1 + _more(batch, shape) * max(min(least, PRIOR_COST), least / 2))
         return min(larger)
