@@ -22,6 +22,7 @@ from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
+from decodekit.kernels.apply_bitmask import apply_bitmask
 from decodekit.runtime.guard import guarded
 
 _KEPT = 64
@@ -117,6 +118,9 @@ class RowConstraint:
         left: tokens that the row may still get.
         marker: what it begins after; ``None`` once it has begun.
         look: tokens left at which its end is looked for again; as many as ``left`` by default, that is now.
+
+    Attributes:
+        width: of the logits.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class RowConstraint:
         look: int | None = None,
     ) -> None:
         self._constraint, self._compiled, self._state = constraint, compiled, state
-        self._width, self._left, self._marker = width, left, marker
+        self.width, self._left, self._marker = width, left, marker
         self._look = left if look is None else look
         self._ahead: Future[Tensor] | None = None
         self._failure: UnsupportedConstraint | None = None
@@ -220,7 +224,7 @@ class RowConstraint:
         self._settled()
         marker = None if self._marker is None else self._marker.fork()
         state = self._state.fork()
-        fork = RowConstraint(self._constraint, self._compiled, state, self._width, self._left, marker, self._look)
+        fork = RowConstraint(self._constraint, self._compiled, state, self.width, self._left, marker, self._look)
         fork._failure = self._failure
         return fork
 
@@ -236,7 +240,7 @@ class RowConstraint:
         return report
 
     def _fill(self) -> Tensor:
-        out = torch.zeros(1, mask_words(self._width), dtype=torch.int32)
+        out = torch.zeros(1, mask_words(self.width), dtype=torch.int32)
         if not self._is_far():
             self._state.mask_within(out, 0, self._left)
         if not bool(out.any()):
@@ -314,6 +318,40 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
     if bool((empty := best_of_each(own) == -torch.inf).any()):
         own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
     return (own if all_rows else scores.index_copy(0, index, own)), failures
+
+
+def masks_of(sequences: Sequence[Any]) -> tuple[list[Tensor | None], dict[int, str]]:
+    """What may come next in each sequence, [ceil(V/32)] int32, ``None`` where all may; and why those fail that have nothing."""
+    masks, failures = list[Tensor | None](), dict[int, str]()
+    going = [own for own in sequences if own.constraint is not None and own.finish_reason is None]
+    if len(going) > 1:
+        for own in going:
+            own.constraint.prefetch()
+    for place, own in enumerate(sequences):
+        masks.append(None)
+        if own.constraint is not None and own.finish_reason is None:
+            try:
+                masks[place] = own.constraint.mask()
+            except RowError as error:
+                failures[place] = str(error)
+    return masks, failures
+
+
+def constrain_blindly(scores: Tensor, plain: Tensor, words: Tensor) -> Tensor:
+    """As :func:`constrain`, without ever waiting for the device; a position without a legal token is all ``-inf``.
+
+    Args:
+        scores: [P, V] from the strategy.
+        plain: [P, V] the model's own logits.
+        words: [P, ceil(V/32)] int32, the legal tokens of each position.
+    """
+    legal = scores.clone()
+    apply_bitmask(legal, words)
+    if scores is plain:
+        return legal
+    own = plain.to(scores.dtype, copy=True)
+    apply_bitmask(own, words)
+    return torch.where(legal.amax(-1, keepdim=True) == -torch.inf, own, legal)
 
 
 def leaves_a_core(device: torch.device) -> bool:
