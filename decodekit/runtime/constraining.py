@@ -7,6 +7,7 @@ only so many tokens is steered so that its text can still end in time.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
@@ -252,16 +253,22 @@ class RowConstraint:
         """Whether the limit is so far that any way to go on leaves time to end; where an engine counts exactly, it says so.
 
         Far is four times the tokens that an end takes now, and 64 more; the next look is when an eighth of what lies between
-        is used up, or of what is left where no end was found.
+        is used up, or of what is left where no end was found. Where the end is far behind the limit, there is none.
         """
-        if self._compiled.counts_exactly or self._left <= _NEAR:
+        if self._compiled.counts_exactly:
             return False
         if self._left > self._look:
             return True
         needed = self._state.min_tokens_to_accept(self._left)
-        spare = self._left if needed is None else self._left - 4 * needed - _NEAR
-        self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
-        return spare >= 0
+        if needed is not None:
+            spare = self._left - 4 * needed - _NEAR
+            self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
+            return spare >= 0
+        close, found = self._left <= _NEAR, self._state.min_tokens_to_accept(sys.maxsize)
+        # A token brings an end one token nearer at best, and the limit, too: one that is far behind it stays there.
+        never = found is not None and found > 2 * self._left
+        self._look = 0 if never else self._left if close and found is not None else self._left - 1 - self._left // 8
+        return never or not close
 
     def _settled(self) -> None:
         """Nobody else may be at the state, and what was filled for it no longer holds."""
