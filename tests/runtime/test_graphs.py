@@ -16,9 +16,11 @@ from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
 from decodekit.runtime.capture import fingerprint, hooked
 from decodekit.runtime.constraining import RowConstraint
+from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.testing import tiny_model
+from tests.runtime.schedules import live_once
 
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5], [9, 9, 4, 4, 2]])
 RULES = [
@@ -47,11 +49,13 @@ def steps(monkeypatch):
     seen = {"steps": 0, "ends": [], "reasons": set(), "rows": set(), "stats": None}
     run, takes = Graphs.run, Graphs.takes
 
-    def counted(self, live):
+    def counted(self, live, *options):
         before = self.stats.steps
         seen["rows"].add(len(live))
-        ended = yield from run(self, live)
-        seen["steps"] += self.stats.steps - before
+        try:
+            ended = yield from run(self, live, *options)
+        finally:
+            seen["steps"] += self.stats.steps - before
         seen["ends"].append(ended)
         return ended
 
@@ -369,3 +373,26 @@ def test_a_rule_with_a_memory_of_its_own_is_not_captured(steps, dense) -> None:
     ids = decode(dense, {"rules": [Counting()]}, new=4)
     assert ids[0, 5:].tolist() == [11, 12, 13, 14]
     assert steps["reasons"] == {"rule 'counting' is not capturable"}
+
+
+@pytest.mark.parametrize("family", ["dense", "sliding"])
+def test_requests_of_an_engine_come_and_go_between_runs(steps, family) -> None:
+    for seed in range(60):
+        live_once(seed, family)
+    assert steps["steps"] > 60
+    assert True in steps["ends"]
+
+
+def test_an_engine_with_room_takes_its_steps_from_runs(steps, dense, tokenizer) -> None:
+    def outputs():
+        with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
+            requests = [engine.submit([5 + n, 6, 7], max_new_tokens=20 + 7 * n, eos_token_id=None) for n in range(6)]
+            requests[1].cancel()
+            return [request.result().token_ids for request in requests]
+
+    runs = outputs()
+    assert steps["steps"] > 40
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graphs, "takes", lambda self, live: False)
+        assert outputs() == runs
+    assert [len(own) for own in runs] == [20, 0, 34, 41, 48, 55]
