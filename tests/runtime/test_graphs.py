@@ -388,11 +388,13 @@ def test_an_engine_with_room_takes_its_steps_from_runs(steps, dense, tokenizer) 
         with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
             requests = [engine.submit([5 + n, 6, 7], max_new_tokens=20 + 7 * n, eos_token_id=None) for n in range(6)]
             requests[1].cancel()
-            return [request.result().token_ids for request in requests]
+            outputs = [request.result() for request in requests]
+            return [(own.token_ids, own.finish_reason) for own in outputs]
 
     runs = outputs()
     assert steps["steps"] > 40
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "takes", lambda self, live: False)
         assert outputs() == runs
-    assert [len(own) for own in runs] == [20, 0, 34, 41, 48, 55]
+    assert runs[1] == ([], "cancelled")
+    assert {reason for _, reason in runs} == {"length", "eos", "cancelled"}
