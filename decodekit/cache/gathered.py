@@ -60,14 +60,16 @@ class GatheredCache(SteppedCache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """See transformers; a forward that nobody announced begins a step."""
-        self._running(conv_states.shape[0], layer_idx, asks=f"update_conv_state {state_idx}")
+        if self.frame is None:
+            self._running(conv_states.shape[0], layer_idx, asks=f"update_conv_state {state_idx}")
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """See transformers; a forward that nobody announced begins a step."""
-        self._running(recurrent_states.shape[0], layer_idx, asks=f"update_recurrent_state {state_idx}")
+        if self.frame is None:
+            self._running(recurrent_states.shape[0], layer_idx, asks=f"update_recurrent_state {state_idx}")
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

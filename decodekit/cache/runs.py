@@ -15,6 +15,8 @@ from torch import Tensor
 from decodekit.cache.attention import Layout
 from decodekit.cache.blocks import Copy
 from decodekit.cache.rows import Row
+from decodekit.cache.states import StateBatch, StateKey, collect, working_copy
+from decodekit.cache.states import load as load_states
 from decodekit.cache.storage import FullStore
 from decodekit.core.errors import InputError, Refused
 from decodekit.kernels import triton_runs
@@ -73,6 +75,7 @@ class Frame:
         self._fixed, self.used = triton_runs(device), 0
         self._slots: list[Tensor] = []
         self._layouts: list[Layout] = []
+        self._states: dict[StateKey, Tensor] = {}
 
     def load(self, run: Run) -> None:
         """Begin the steps of a run, which fits."""
@@ -82,6 +85,18 @@ class Frame:
         self.tokens.copy_(_staged([*run.tokens, *pad], self.tokens).clamp_(min=0))
         for fixed, plan in zip(self._works, run.plan(self.rows), strict=True):
             fixed.load(plan)
+        run.frame = self
+        for key, own in (working_copy([row.state for row in run.rows]) or {}).items():
+            if key not in self._states:
+                with torch.inference_mode(False):
+                    self._states[key] = own.new_zeros(self.rows, *own.shape[1:])
+            self._states[key][: self.used] = own
+
+    def states(self) -> StateBatch | None:
+        """A copy of the rows' states; ``None`` where there are none."""
+        if not self._states:
+            return None
+        return StateBatch({key: own[: self.used].clone() for key, own in self._states.items()}, self.used)
 
     @property
     def position_ids(self) -> Tensor:
@@ -89,7 +104,8 @@ class Frame:
         return self.lengths.clamp(min=0).unsqueeze(1)
 
     def begin(self) -> None:
-        """A forward begins: find the slots of its tokens."""
+        """A forward begins: find the slots of its tokens, give the recurrent layers their states."""
+        load_states(self._cache.layers, self._states or None)
         self._slots, self._layouts = [], []
         positions, there = self.lengths.clamp(min=0), self.lengths >= 0
         for group, fixed in zip(self._cache.groups, self._works, strict=True):
@@ -104,6 +120,9 @@ class Frame:
 
     def end(self) -> None:
         """A forward is over: every row has a token more."""
+        for key, own in collect(self._cache.layers, self.rows).tensors.items():
+            if own is not self._states[key]:  # kernels change it in place
+                self._states[key].copy_(own)
         self.lengths.add_(self.lengths >= 0)
         for fixed in self._works:
             assert fixed.work.grown is not None
@@ -140,13 +159,18 @@ class Run:
         tokens: [R] the first that each forwards.
         steps: most steps.
 
+    Attributes:
+        frame: what it is loaded into.
+        launched: forwards so far.
+
     Raises:
         OutOfBlocks: there is no room for all of it; nothing was taken.
     """
 
     def __init__(self, cache: PagedCache, rows: Sequence[Row], tokens: Sequence[int], steps: int) -> None:
         self._cache, self.rows, self.tokens, self.steps = cache, list(rows), list(tokens), steps
-        self._taken = 0
+        self.frame: Frame | None = None
+        self.launched = self._taken = 0
         self._copies: list[list[list[Copy]]] = []
         self._plans: dict[int, list[Work]] = {}
         try:
@@ -175,15 +199,24 @@ class Run:
             plans.append(plan_work(table, lengths, torch.arange(rows + 1), **options))
         return plans
 
-    def finish(self, tokens: Sequence[Sequence[int]]) -> None:
+    def finish(self, tokens: Sequence[Sequence[int]]) -> bool:
         """The run is over.
 
         Args:
             tokens: [R] those that each row has forwarded and keeps; others that it forwarded are dropped.
+
+        Returns:
+            whether the rows keep them; states that have seen more cannot go back, and all is as before the run.
         """
         if wrong := [len(own) for own in tokens if len(own) > self.steps]:
             raise InputError(f"rows of a run of {self.steps} steps have {wrong} tokens")
-        self._cache.end_run(self, tokens)
+        if not self._cache.keeps_states:
+            self._cache.end_run(self, tokens, None)
+            return True
+        kept = self.frame is not None and all(len(own) == self.launched for own in tokens)
+        states = self.frame.states() if kept and self.frame is not None else None
+        self._cache.end_run(self, tokens if kept else [[]] * len(tokens), states)
+        return kept
 
     def abort(self) -> None:
         """Take everything back."""

@@ -23,7 +23,7 @@ from decodekit.cache.preempt import Suspended
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.runs import Frame, Run
-from decodekit.cache.states import Checkpoints
+from decodekit.cache.states import Checkpoints, StateBatch
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
 from decodekit.cache.streaming import frequencies, make_stream
@@ -142,7 +142,7 @@ class SteppedCache(Cache):
         return step
 
     def _touch(self, layer: int | None, asks: str) -> None:
-        if self._step is None and not self._book.rows:
+        if self.frame is not None or (self._step is None and not self._book.rows):
             return
         if layer is not None:
             self._running(len(self._book.rows), layer, asks=asks)
@@ -235,8 +235,6 @@ class SteppedCache(Cache):
 
     def why_no_run(self) -> str | None:
         """Why rows of this cache cannot take many steps at once; ``None``: they can."""
-        if self._state_layers:
-            return "recurrent layers"
         if self._quantization is not None:
             return f"K/V kept as {self._quantization}"
         if self.stream is not None:
@@ -263,16 +261,18 @@ class SteppedCache(Cache):
         self._run = Run(self, [self.rows[row] for row in rows], tokens, steps)
         return self._run
 
-    def end_run(self, run: Run, tokens: Sequence[Sequence[int]]) -> None:
-        """What :meth:`Run.finish` does."""
+    def end_run(self, run: Run, tokens: Sequence[Sequence[int]], states: StateBatch | None) -> None:
+        """What :meth:`Run.finish` does, with what its rows' states are then; rows without a token keep theirs."""
+        stale = {id(row.state.batch): row.state.batch for row in run.rows if row.state is not None}
         try:
-            self._book.advance(run.rows, tokens, None)
+            if any(tokens):
+                self._book.advance(run.rows, tokens, states)
             for number, group in enumerate(self.groups):
                 for row in run.rows:
                     group.pool.truncate(row.tables[number], row.length)
         finally:
             self._run = None
-        self._book.tidy(run.rows, [])
+        self._book.tidy(run.rows, list(stale.values()))
         for number, group in enumerate(self.groups):
             self._seal(number, group, run.rows)
         self._book.on_idle()
@@ -293,6 +293,11 @@ class SteppedCache(Cache):
         self._check_idle("reordering")
         if self._book.rows:
             self._book.fork(parents)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep recurrent states, which cannot go back by themselves."""
+        return bool(self._state_layers)
 
     def group_of(self, layer_idx: int) -> int:
         """The number of the cache group that a layer belongs to."""

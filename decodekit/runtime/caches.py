@@ -84,8 +84,7 @@ def paged_cache(
     reason = _why_not(prepared, settings, given)
     if reason is None:
         try:
-            if any(layer.states for layer in compat.cache_layers(model.config)) and alone:
-                return None  # nor can a graph hold its states
+            compat.cache_layers(model.config)
         except Refused as error:
             reason = str(error)
     if reason is not None:

@@ -183,6 +183,7 @@ class Forward:
         self.frame = frame
         self._outputs: BranchOutputs | None = None
         self._session = session
+        self._run: Run | None = None
         self._graph: Any = None
 
     @property
@@ -193,6 +194,7 @@ class Forward:
 
     def load(self, run: Run) -> None:
         """Begin the steps of a run."""
+        self._run = run
         self.frame.load(run)
 
     @torch.no_grad()
@@ -206,6 +208,8 @@ class Forward:
 
     def launch(self) -> None:
         """Forward the tokens that the frame holds."""
+        assert self._run is not None, "no run was begun"
+        self._run.launched += 1
         if self._graph is None:
             self()
         else:

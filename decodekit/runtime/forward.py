@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from decodekit.cache.attention import NAME, NAME_OF_FEW, NAME_WITHOUT_MASKS
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.runs import Frame
+from decodekit.cache.states import load as load_states
 from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length, uses_sdpa
 
 FEW = 16
@@ -145,7 +146,8 @@ class RaggedForward:
         try:
             with attention(self._model, NAME_WITHOUT_MASKS):
                 outputs = self._model(input_ids=frame.tokens.unsqueeze(1), **given, **self._always, dk_cache=frame)
+            frame.end()
         finally:
             self._cache.frame = None
-        frame.end()
+            load_states(self._cache.layers, None)
         return outputs

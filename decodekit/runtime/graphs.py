@@ -69,7 +69,9 @@ class Graphs:
         if self.stats.eager is None and any(hooked(session.model) for session in self._sessions):
             self.stats.eager = "forward hooks"
             _LOG.info(_EAGER, self.stats.eager)
-        return self.stats.eager is None and all(len(own.tokens) >= max(1, len(own.given)) for _, own in live)
+        if self.stats.eager is not None or any(len(own.tokens) < max(1, len(own.given)) for _, own in live):
+            return False
+        return all(session.is_settled([own.row for _, own in live]) for session in self._sessions)
 
     def run(self, live: Sequence[tuple[Task, SequenceState]], most: int = STEPS) -> Generator[StepRecord, None, bool]:
         """Take steps of these rows until they have all ended, or so many that fewer rows would do.
@@ -178,6 +180,9 @@ class Graphs:
         self, live: Sequence[tuple[Task, SequenceState]], device: Device, steps: int
     ) -> Generator[StepRecord, None, bool]:
         rows, constrained = len(live), any(own.constraint is not None for _, own in live)
+        # States do not go back: nothing is launched that a row might not want.
+        exact = any(session.keeps_states for session in self._sessions)
+        ahead = 1 if exact else AHEAD
         for number in range(steps):
             failures = dict[int, str]()
             if constrained:
@@ -186,9 +191,9 @@ class Graphs:
                 masks, failures = masks_of([own for _, own in live])
                 device.pick.constrain(masks)
                 device.launch_pick()
-                device.launch_forwards(min(number + 2, steps))
+                device.launch_forwards(min(number + ahead, steps))
             else:
-                device.launch(min(number + AHEAD, steps))
+                device.launch(min(number + ahead, steps))
             tokens, broken, logprobs = device.read(number)
             alive = [place for place, (_, sequence) in enumerate(live) if sequence.finish_reason is None]
             if any(broken[place] for place in alive if place not in failures):
@@ -205,6 +210,6 @@ class Graphs:
             )
             yield record
             left = sum(sequence.finish_reason is None for _, sequence in live)
-            if not left or (left < rows and bucket(left, device.where) < bucket(rows, device.where)):
+            if not left or (left < rows and (exact or bucket(left, device.where) < bucket(rows, device.where))):
                 break
         return True

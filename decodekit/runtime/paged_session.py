@@ -355,6 +355,15 @@ class PagedSession(Session):
         place_of = self._places()
         return [self._cache.rows[place_of[key]].length for key in self._keys(rows)]
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether rows have states, so that a run of theirs must not go further than they do."""
+        return self._cache.keeps_states
+
+    def is_settled(self, rows: Sequence[int]) -> bool:
+        """Whether the next tokens of these rows are all that is to be forwarded for them."""
+        return not any(key in self._again for key in self._keys(rows))
+
     def begin_run(self, rows: Sequence[int], tokens: Ids, steps: int) -> Run:
         """Begin many steps of one token each of rows, [R], which have the same branches, with the first token of each.
 
@@ -378,7 +387,8 @@ class PagedSession(Session):
         owners = [key.row for key in self._keys([*tokens])]
         for row in owners:
             self.forwarded[row] += len(tokens[row])
-        run.finish([tokens[row] for row in owners])
+        if not run.finish([tokens[row] for row in owners]):
+            self._again |= {key: [*tokens[key.row]] for key in self._keys([*tokens]) if tokens[key.row]}
 
     @override
     def close(self) -> None:
