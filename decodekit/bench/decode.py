@@ -68,10 +68,10 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[Any], status: Callable[[st
         ours = partial(plain, custom_generate=load({}))
         first = _seconds(ours, NEW_TOKENS)
         later = _seconds(ours, NEW_TOKENS)
-        mine = _step_ms(ours, NEW_TOKENS)
+        mine = step_ms(ours, NEW_TOKENS)
         # Its steps take the same time however many there are.
-        dynamic = _step_ms(plain, NEW_TOKENS // 4)
-        static = _step_ms(partial(plain, cache_implementation="static"), NEW_TOKENS)
+        dynamic = step_ms(plain, NEW_TOKENS // 4)
+        static = step_ms(partial(plain, cache_implementation="static"), NEW_TOKENS)
         held = ledger(model.config, context=length + NEW_TOKENS // 2, batch=batch, dtype=model.dtype)
         rows.append(
             {
@@ -99,7 +99,8 @@ def random_model(config: Any, device: torch.device) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def _step_ms(generate: Callable[..., Tensor], new_tokens: int) -> float:
+def step_ms(generate: Callable[..., Tensor], new_tokens: int) -> float:
+    """Milliseconds a step of a ``generate``, without its prefill: the median of differences between long and short calls."""
     generate(max_new_tokens=8)
     generate(max_new_tokens=new_tokens)
     taken = [_seconds(generate, new_tokens) - _seconds(generate, 8) for _ in range(ROUNDS)]
@@ -107,8 +108,13 @@ def _step_ms(generate: Callable[..., Tensor], new_tokens: int) -> float:
 
 
 def _seconds(generate: Callable[..., Tensor], new_tokens: int) -> float:
-    torch.cuda.synchronize()
+    _wait()
     started = time.perf_counter()
     generate(max_new_tokens=new_tokens)
-    torch.cuda.synchronize()
+    _wait()
     return time.perf_counter() - started
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

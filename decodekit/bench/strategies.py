@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
+from decodekit.bench.decode import random_model, reads, step_ms
 from decodekit.bench.prompts import token_prompts
 from decodekit.runtime.api import load
 from decodekit.runtime.decoder import Decoder
+from decodekit.runtime.shelf import release
+
+__all__ = ["reads", "run"]
 
 PROMPT_TOKENS = (128, 1024)
 NEW_TOKENS = 32
@@ -22,6 +29,35 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
 """A label, and the strategy of a recipe; every one is given the first half of the prompt as its context."""
 
 
+SHAPE_PROMPT_TOKENS, SHAPE_NEW_TOKENS = 512, 128
+SAMPLED = {"do_sample": True, "seed": 0}
+_SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+    },
+    "minItems": 60,  # the text does not end before the tokens that are timed
+}
+SHAPE_RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "dola": {"strategy": "dola"},
+    "cad": {"strategy": "cad"},
+    "rules": {
+        "rules": [
+            {"kind": "repetition_penalty", "penalty": 1.1},
+            {"kind": "temperature", "t": 0.8},
+            {"kind": "top_k", "k": 50},
+            {"kind": "top_p", "p": 0.9},
+            {"kind": "min_p", "p": 0.05},
+        ],
+        "generation": SAMPLED,
+    },
+    "json_schema": {"constraint": {"kind": "json_schema", "schema": _SCHEMA}, "rules": [], "generation": SAMPLED},
+}
+"""A label, and a recipe that is timed on a model of a given shape."""
+
+
 class Timing(NamedTuple):
     """Seconds of one call: the median between two tokens, and the whole."""
 
@@ -33,8 +69,11 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     """A row a strategy and prompt length, at batch 1: medians over rounds in which plain decoding and the strategy take turns.
 
     ``ratio`` is that of the median milliseconds between two tokens, ``whole_ratio`` that of the call with its prefill. Where
-    one branch costs 1, two forwards a token cost 2, and four candidates forwarded one by one cost 4.
+    one branch costs 1, two forwards a token cost 2, and four candidates forwarded one by one cost 4. Of a ``config.json``,
+    which is measured with random weights in bfloat16, there is a row a recipe, rules and constraints among them.
     """
+    if prompts and not isinstance(prompts[0], str):
+        return _of_shape(prompts[0], tokenizer, status)
     plain = load({})
     rows = []
     for name, strategy in STRATEGIES.items():
@@ -59,6 +98,35 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
                 }
             )
     return rows
+
+
+def _of_shape(config: Any, tokenizer: Any, status: Callable[[str], None]) -> list[dict[str, Any]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    status("random weights")
+    model = random_model(config, device)
+    known = min(config.vocab_size, len(tokenizer))
+    ids, context = torch.randint(known, (2, 1, SHAPE_PROMPT_TOKENS), device=device)
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    given = {"dk_tokenizer": tokenizer, "dk_inputs": [{"context": context[0].tolist()}]}
+    decoders = {name: load(recipe) for name, recipe in {"plain": {}, **SHAPE_RECIPES}.items()}
+    times = {}
+    for name, decoder in decoders.items():
+        status(name)
+        # A constrained text could end only with the EOS.
+        ends = tokenizer.eos_token_id if name == "json_schema" else None
+        call = partial(model.generate, ids, **options, eos_token_id=ends, custom_generate=decoder, **given)
+        times[name] = step_ms(call, SHAPE_NEW_TOKENS)
+    release(model)
+    return [
+        {
+            "strategy": name,
+            "prompt_tokens": SHAPE_PROMPT_TOKENS,
+            "plain_ms_a_token": times["plain"],
+            "ms_a_token": times[name],
+            "ratio": times[name] / times["plain"],
+        }
+        for name in SHAPE_RECIPES
+    ]
 
 
 def _time(decoder: Decoder, model: Any, tokenizer: Any, prompt: Mapping[str, Any]) -> Timing:

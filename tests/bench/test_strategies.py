@@ -31,3 +31,13 @@ def test_timings_are_those_of_the_call(dense, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(strategies, "NEW_TOKENS", 4)
     timing = strategies._time(strategies.load({}), dense, tokenizer, {"prompt": "Who won?"})
     assert 0 < 3 * timing.step < 10 * timing.whole
+
+
+def test_a_shape_is_measured_with_rules_and_constraints(dense, tokenizer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(strategies, "SHAPE_PROMPT_TOKENS", 16)
+    monkeypatch.setattr(strategies, "SHAPE_NEW_TOKENS", 12)
+    dense.config.save_pretrained(tmp_path)
+    run, read = load_suite("strategies")
+    rows = run(None, tokenizer, read(tmp_path / "config.json", None), lambda status: None)
+    assert [row["strategy"] for row in rows] == ["dola", "cad", "rules", "json_schema"]
+    assert all(row["ratio"] == pytest.approx(row["ms_a_token"] / row["plain_ms_a_token"]) for row in rows)
