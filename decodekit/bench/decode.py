@@ -66,8 +66,8 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[Any], status: Callable[[st
             model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None, pad_token_id=0
         )
         ours = partial(plain, custom_generate=load({}))
-        first = _seconds(ours, NEW_TOKENS)
-        later = _seconds(ours, NEW_TOKENS)
+        first = seconds(ours, NEW_TOKENS)
+        later = seconds(ours, NEW_TOKENS)
         mine = step_ms(ours, NEW_TOKENS)
         # Its steps take the same time however many there are.
         dynamic = step_ms(plain, NEW_TOKENS // 4)
@@ -103,11 +103,12 @@ def step_ms(generate: Callable[..., Tensor], new_tokens: int) -> float:
     """Milliseconds a step of a ``generate``, without its prefill: the median of differences between long and short calls."""
     generate(max_new_tokens=8)
     generate(max_new_tokens=new_tokens)
-    taken = [_seconds(generate, new_tokens) - _seconds(generate, 8) for _ in range(ROUNDS)]
+    taken = [seconds(generate, new_tokens) - seconds(generate, 8) for _ in range(ROUNDS)]
     return 1000 * statistics.median(taken) / (new_tokens - 8)
 
 
-def _seconds(generate: Callable[..., Tensor], new_tokens: int) -> float:
+def seconds(generate: Callable[..., Tensor], new_tokens: int) -> float:
+    """What a ``generate`` of so many tokens takes."""
     _wait()
     started = time.perf_counter()
     generate(max_new_tokens=new_tokens)

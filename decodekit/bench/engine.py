@@ -9,17 +9,22 @@ from typing import Any
 
 import torch
 
+from decodekit.bench.decode import random_model
 from decodekit.bench.prompts import DEFAULT, read_rows
+from decodekit.cache.shapes import read_config
 from decodekit.runtime.engine import Engine
 
 NEW_TOKENS = 128
 BATCH = 8
 SLOTS = 64
 TOKENS_PER_STEP = 2048
+SHAPE_REQUESTS, SHAPE_LENGTHS, SHAPE_TOKENS_A_STEP = 128, (64, 1025), 8192
 
 
-def reads(path: Path | None, limit: int | None) -> list[str]:
-    """The ``prompt`` or ``question`` of 64 lines, or the built-in prompts over and over."""
+def reads(path: Path | None, limit: int | None) -> Sequence[Any]:
+    """The ``prompt`` or ``question`` of 64 lines, or the built-in prompts over and over; or a ``config.json`` or its folder."""
+    if path is not None and path.suffix != ".jsonl":
+        return [read_config(path)]
     count = limit or 64
     if path is None:
         return [DEFAULT[place % len(DEFAULT)] for place in range(count)]
@@ -27,21 +32,35 @@ def reads(path: Path | None, limit: int | None) -> list[str]:
 
 
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row a way: seconds, tokens, tokens a second, and how many times as fast as the first as that makes it."""
+    """A row a way: seconds, tokens, tokens a second, and how many times as fast as the first as that makes it.
+
+    Of a ``config.json``, which is measured with random weights in bfloat16, with random prompts of many lengths, beside
+    ``generate_batch``.
+    """
+    if prompts and not isinstance(prompts[0], str):
+        return _of_shape(prompts[0], tokenizer, status)
     texts = [_chat(tokenizer, prompt) for prompt in prompts]
     return compare(model, tokenizer, [tokenizer(text, add_special_tokens=False).input_ids for text in texts], status)
 
 
 def compare(
-    model: Any, tokenizer: Any, ids: Sequence[Sequence[int]], status: Callable[[str], None]
+    model: Any,
+    tokenizer: Any,
+    ids: Sequence[Sequence[int]],
+    status: Callable[[str], None],
+    *,
+    padded: bool = True,
+    slots: int = SLOTS,
+    tokens_per_step: int = TOKENS_PER_STEP,
 ) -> list[dict[str, Any]]:
     """The same for prompts of ids, which any model takes: speed does not depend on what weights and tokens say."""
     ways: list[tuple[str, Callable[[], list[list[int]]]]] = [
-        (f"generate, padded batches of {BATCH}", lambda: _padded(model, tokenizer, ids)),
-        (f"engine, {SLOTS} slots", lambda: _engine(model, tokenizer, ids)),
+        (f"engine, {slots} slots", lambda: _engine(model, tokenizer, ids, slots, tokens_per_step)),
     ]
     if model.device.type == "cuda":
-        ways.insert(1, ("generate_batch", lambda: _generate_batch(model, ids)))
+        ways.insert(0, ("generate_batch", lambda: _generate_batch(model, ids)))
+    if padded:
+        ways.insert(0, (f"generate, padded batches of {BATCH}", lambda: _padded(model, tokenizer, ids)))
     rows: list[dict[str, Any]] = []
     for name, way in ways:
         status(name)
@@ -65,6 +84,20 @@ def compare(
         row["same_outputs"] = sum(a == b for a, b in zip(first, outputs, strict=True))
         rows.append({**row, "outputs": outputs})
     return [{name: value for name, value in row.items() if name != "outputs"} for row in rows]
+
+
+def _of_shape(config: Any, tokenizer: Any, status: Callable[[str], None]) -> list[dict[str, Any]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    status("random weights")
+    model = random_model(config, device)
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(*SHAPE_LENGTHS, (SHAPE_REQUESTS,), generator=generator).tolist()
+    known = min(config.vocab_size, len(tokenizer))
+    ids = [torch.randint(known, (length,), generator=generator).tolist() for length in lengths]
+    return compare(
+        model, tokenizer, ids, status, padded=False, slots=SHAPE_REQUESTS, tokens_per_step=SHAPE_TOKENS_A_STEP
+    )
 
 
 def _chat(tokenizer: Any, prompt: str) -> str:
@@ -92,8 +125,10 @@ def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> lis
     return outputs
 
 
-def _engine(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    with Engine(model, tokenizer, {}, slots=SLOTS, tokens_per_step=TOKENS_PER_STEP) as engine:
+def _engine(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], slots: int, tokens_per_step: int
+) -> list[list[int]]:
+    with Engine(model, tokenizer, {}, slots=slots, tokens_per_step=tokens_per_step) as engine:
         requests = [engine.submit(ids, max_new_tokens=NEW_TOKENS) for ids in prompts]
         return [request.result().token_ids for request in requests]
 
