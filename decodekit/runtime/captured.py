@@ -98,6 +98,7 @@ class Pick:
                 eos=pipeline.eos,
             )
             self._seeds = torch.tensor([_signed(stream.seed, 64) for stream in streams], device=device)
+            # The first number is the position, from 0 on.
             counters = [[0, TOKEN_LANE, _signed(s.sample, 32), _signed(s.digest, 32)] for s in streams]
             self._counters = torch.tensor(counters, dtype=torch.int32, device=device)
             self.read = torch.zeros(3, rows, dtype=torch.float64, device=device)
@@ -108,6 +109,7 @@ class Pick:
         """The rows have so many tokens now."""
         histories = [[*own.request.prompt_ids, *own.tokens] for own in sequences]
         self._lengths.copy_(torch.tensor([len(own) for own in histories]))
+        self._counters[:, 0] = torch.tensor([len(own.tokens) for own in sequences])
         if self._width:
             filled = torch.zeros(self._tokens.shape, dtype=torch.int64)
             for row, history in enumerate(histories):
@@ -125,7 +127,6 @@ class Pick:
     def __call__(self) -> None:
         """What a graph holds."""
         scores = self._scorer(self._outputs())
-        self._counters[:, 0] = self._rows.positions
         logprobs = self.read[2] if self._logprobs else None
         tokens, broken = self._pipeline.pick_blindly(self._rows, scores, self._seeds, self._counters, logprobs)
         self.read[0], self.read[1] = tokens, broken
@@ -135,6 +136,7 @@ class Pick:
         if self._width:
             self._tokens.scatter_(1, self._lengths.unsqueeze(1), tokens.unsqueeze(1))
         self._lengths.add_(1)
+        self._counters[:, 0].add_(1)
 
 
 class Forward:
