@@ -19,10 +19,10 @@ from decodekit.kernels.apply_bitmask import apply_bitmask
 from decodekit.kernels.apply_bitmask import reference as torch_bitmask
 from decodekit.kernels.block_copy import block_copy
 from decodekit.kernels.block_copy import reference as torch_copy
+from decodekit.kernels.contrast import contrast, contrast_layers, layer_divergence
+from decodekit.kernels.contrast import reference as torch_contrast
 from decodekit.kernels.kv_write import kv_write
 from decodekit.kernels.kv_write import reference as torch_write
-from decodekit.kernels.layer_divergence import layer_divergence
-from decodekit.kernels.layer_divergence import reference as torch_divergence
 from decodekit.kernels.linear import gated_linear, linear
 from decodekit.kernels.linear import reference as torch_linear
 from decodekit.kernels.paged_attention import paged_attention, plan_attention
@@ -158,10 +158,15 @@ def _cases(device: torch.device) -> Iterator[Case]:
         yield Case("apply_bitmask", shape, "masked_fill", ours, theirs, masked.nbytes)
         ours, theirs = partial(top_token, logits), partial(torch_top.top_token, logits)
         yield Case("top_token", shape, "max", ours, theirs, logits.nbytes)
-        early = normal(8, rows, VOCAB_SIZE).log_softmax(-1)
-        ops = layer_divergence, torch_divergence.layer_divergence
-        ours, theirs = (partial(op, logits.log_softmax(-1), early) for op in ops)
+        early = normal(8, rows, VOCAB_SIZE)
+        ours, theirs = (partial(op, logits, early) for op in (layer_divergence, torch_contrast.layer_divergence))
         yield Case("layer_divergence", f"8 x {shape}", "torch", ours, theirs, logits.nbytes + early.nbytes)
+        layers = contrast_layers, torch_contrast.contrast_layers
+        ours, theirs = (partial(op, logits, early, share=0.1) for op in layers)
+        yield Case("contrast", f"8 layers, {shape}", "torch", ours, theirs, 2 * logits.nbytes + early.nbytes)
+        pair = contrast, torch_contrast.contrast
+        ours, theirs = (partial(op, logits, early[0], 0.5, "ratio", share=0.1) for op in pair)
+        yield Case("contrast", shape, "torch", ours, theirs, 3 * logits.nbytes)
 
 
 def _layers(rows: int, device: torch.device) -> Iterator[Case]:

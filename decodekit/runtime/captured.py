@@ -204,7 +204,7 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         forward.load(run)
         forward.capture(stats)
         # Only a replay fills it: what lies there may be anything.
-        forward.outputs.logits.zero_()
+        forward.outputs.blank()
     stats.forward_captures += 1
     cache.captured.setdefault(key, []).append(forward)
     return forward
