@@ -26,6 +26,8 @@ from decodekit.kernels.kv_write import reference as torch_write
 from decodekit.kernels.linear import gated_linear, linear
 from decodekit.kernels.linear import reference as torch_linear
 from decodekit.kernels.paged_attention import paged_attention, plan_attention
+from decodekit.kernels.repetition_penalty import penalize_repeated
+from decodekit.kernels.repetition_penalty import reference as torch_penalty
 from decodekit.kernels.sample import reference as torch_sample
 from decodekit.kernels.sample import sample
 from decodekit.kernels.top_token import reference as torch_top
@@ -152,6 +154,10 @@ def _cases(device: torch.device) -> Iterator[Case]:
         arguments = logits, *filters, *draws
         ours, theirs = partial(sample, *arguments), partial(torch_sample.sample, *arguments)
         yield Case("sample", shape, "sort", ours, theirs, logits.nbytes)
+        seen = torch.randint(VOCAB_SIZE, (rows, 1024), device=device), None, torch.full((rows,), 600, device=device)
+        ops = penalize_repeated, torch_penalty.penalize_repeated
+        ours, theirs = (partial(op, logits, *seen, 1.1) for op in ops)
+        yield Case("repetition_penalty", shape, "torch", ours, theirs, 2 * logits.nbytes)
         words = torch.randint(-(2**31), 2**31, (rows, -(-VOCAB_SIZE // 32)), device=device, dtype=torch.int32)
         masked = logits.clone()
         ours, theirs = (partial(op, masked, words) for op in (apply_bitmask, torch_bitmask.apply_bitmask))
