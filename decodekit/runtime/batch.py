@@ -6,9 +6,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from decodekit.recipe import PagedSpec
 from decodekit.runtime.branches import branches_of, other_model
 from decodekit.runtime.caches import shared_blocks, shared_cache
 from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.intake import Intake, renumbered
 from decodekit.runtime.jobs import Job, Prompts
 from decodekit.runtime.lane import Lane, Turn
@@ -29,6 +31,9 @@ from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.work import Work
 
 _LOG = logging.getLogger(__name__)
+
+_STRETCH = 32
+"""Most steps that are begun at once: blocks for all their tokens are taken, which others might use meanwhile."""
 
 
 class _SharedLoop(Loop):
@@ -79,9 +84,12 @@ class Batch:
         self._lanes = Lanes(intake, self.sessions, self._rows.__next__, self._blocks * spec.block_size)
         self._counts = {"steps": 0, "tokens": 0, "preemptions": 0, "step_s": 0.0}
         self._spare = 0
+        # Many steps of those that run, of which each step of the batch takes one; whatever changes who runs ends them.
+        self._stretch: Generator[StepRecord, None, bool] | None = None
         self.ended: dict[str, Job] = {}
         # Those with a time limit.
         self._timed: list[Job] = []
+        self._graphs: WeakKeyDictionary[Lane, Graphs] = WeakKeyDictionary()
 
     @property
     def tokens(self) -> int:
@@ -104,6 +112,8 @@ class Batch:
             InputError: there is no such model.
             Refused: it has another vocabulary.
         """
+        self._end_stretch()
+        self._graphs.clear()
         for name in names:
             if name not in self._models:
                 session = self._session(self._model_of(name, work))
@@ -135,6 +145,7 @@ class Batch:
 
     def add(self, job: Job) -> None:
         """Queue a request."""
+        self._end_stretch()
         self._enter(job)
         self.scheduler.queue(job)
         if job.deadline < math.inf:
@@ -142,6 +153,7 @@ class Batch:
 
     def cancel(self, job: Job) -> None:
         """End a request where it stands; its blocks are free at once."""
+        self._end_stretch()
         for task in job.tasks:
             task.finish()
         self._end(job)
@@ -153,12 +165,15 @@ class Batch:
         self.scheduler.clock += 1
         try:
             self._expire(started)
-            crowded = self._make_room()
-            if not crowded:
-                self._admit()
-                self._make_room()
-            if self.scheduler.running:
+            if (records := self._go_on()) is None:
+                crowded = self._make_room()
+                if not crowded:
+                    self._admit()
+                    self._make_room()
+                records = self._begin_stretch() if self.scheduler.running else []
+            if records is None:
                 records = self._forward()
+            if self.scheduler.running:
                 self._counts["steps"] += 1
                 self._counts["tokens"] += sum(sum(record.taken) for record in records)
             self._collect()
@@ -178,21 +193,66 @@ class Batch:
 
     def close(self) -> None:
         """Give back what the lanes and sessions hold."""
+        self._end_stretch()
         for session in self.sessions:
             session.clear()
         self._lanes.clear()
         self.loop.lanes, self.loop.known, self.loop.held = [], set(), set()
 
-    def _forward(self) -> list[StepRecord]:
+    def _prepare(self) -> None:
+        """Let the sessions keep what the next forward is to give."""
         layers = tuple(dict.fromkeys(layer for lane in self.loop.lanes if lane.tasks for layer in lane.layers))
         if layers != self.sessions[0].layers:
             self.sessions[0].keep_layers(layers)
         for session in self.sessions:
             session.record(self.loop.speculates)
+
+    def _forward(self) -> list[StepRecord]:
+        self._prepare()
         with ExitStack() as stack:
             for session in self.sessions:
                 stack.enter_context(session.optimized())
             return self.loop.step(self._budget(), self._room)
+
+    def _begin_stretch(self) -> list[StepRecord] | None:
+        """Begin many steps of all that run, where graphs take them, with the first; ``None``: a step is launched alone."""
+        lanes = [lane for lane in self.loop.lanes if lane.tasks]
+        live = self.loop.live
+        if len(lanes) != 1 or any(own.row not in self.loop.held for _, own in live):
+            return None
+        [lane] = lanes
+        # A row may begin a block with its first token, and copy the one that it shares.
+        places = sum(len(session.branches(own.row)) for session in self.sessions for _, own in live)
+        most = min(_STRETCH, (self._spare // places - 1) * self._spec.block_size)
+        if most < 1:
+            return None
+        self._prepare()
+        if lane not in self._graphs:
+            self._graphs[lane] = Graphs(self.sessions, lane)
+        if not self._graphs[lane].takes(live):
+            return None
+        # Whoever waits is tried again when they are over.
+        self._stretch = self._graphs[lane].run(live, most)
+        return self._go_on()
+
+    def _go_on(self) -> list[StepRecord] | None:
+        """The next step of those that were begun; ``None`` where none is left."""
+        if self._stretch is None:
+            return None
+        with ExitStack() as stack:
+            for session in self.sessions:
+                stack.enter_context(session.optimized())
+            record = next(self._stretch, None)
+        if record is None:
+            self._stretch = None
+            return None
+        return [record]
+
+    def _end_stretch(self) -> None:
+        """Give up the steps that were begun and not taken."""
+        if self._stretch is not None:
+            self._stretch.close()
+            self._stretch = None
 
     def _budget(self) -> int:
         """Tokens of prompts in this step: what the decoding rows leave, and a block at least, so that nobody waits for ever."""
@@ -212,6 +272,7 @@ class Batch:
     def _expire(self, now: float) -> None:
         for job in self._timed:
             if now >= job.deadline and job.outputs is None:
+                self._end_stretch()
                 for task in job.tasks:
                     task.finish("time")
                 self._end(job)
@@ -296,9 +357,11 @@ class Batch:
                 self.loop.held.discard(row)
 
     def _collect(self) -> None:
-        for job in [*self.scheduler.running]:
-            if not job.live:
-                self._end(job)
+        over = [job for job in self.scheduler.running if not job.live]
+        if over:
+            self._end_stretch()
+        for job in over:
+            self._end(job)
         self.loop.rearrange()
 
     def _end(self, job: Job) -> None:

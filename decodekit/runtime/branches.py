@@ -98,7 +98,7 @@ def sessions_of(
         kept = layers if "main" in own_prompts else ()
         cache = None if scoring else paged_cache(runner, prepared, recipe, settings, own_prompts, plan)
         if cache is not None:
-            session = PagedSession(runner, cache, layers=kept, rollbacks=plan.rolls_back)
+            session = PagedSession(runner, cache, layers=kept)
             for row in range(len(sequences)):
                 own = {name: rows[row] for name, rows in own_prompts.items()}
                 session.expect(row, own, keep_prompt=bool(kept) and plan.reads_prompt)

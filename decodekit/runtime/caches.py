@@ -179,6 +179,7 @@ def _blocks(
 
 def shared_cache(model: Any, spec: PagedSpec, blocks: int, *, prefix_cache: bool) -> PagedCache:
     """The cache of a model for requests that come and go."""
+    on_gpu = triton_runs(model.device)
     return PagedCache(
         model.config,
         num_blocks=blocks,
@@ -187,9 +188,11 @@ def shared_cache(model: Any, spec: PagedSpec, blocks: int, *, prefix_cache: bool
         quantization=spec.quantization,
         prefix_cache=prefix_cache,
         # Kernels read the blocks in place; elsewhere, gathering in every step takes longer than the model itself.
-        keep_gathered=not triton_runs(model.device),
+        keep_gathered=not on_gpu,
         sinks=0 if spec.window is None else spec.sinks,
         window=spec.window,
+        # A graph knows K/V by their addresses.
+        preallocate=on_gpu and spec.quantization is None and spec.window is None,
     )
 
 

@@ -82,11 +82,16 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     for task in tasks:
         lane.chooser.add(task)
     lane.tasks += tasks
-    if not scoring:
+    graphs = None if scoring else Graphs(sessions, lane, watched=_watched(work))
+    # Graphs take a token a step, in a fraction of the time that the host takes to launch a forward of several.
+    if graphs is not None and graphs.stats.eager is not None:
         # Whole blocks, and room for a draft of every row and its forks.
         longest = [len(own.request.prompt_ids) + max(0, own.limits.max_new_tokens) for own in sequences]
         tokens = sum(plan.rows * (own + 3 * plan.drafted + 4 * BLOCK_SIZE) for own in longest)
         speculate(lane, model, work.given, sessions, tokens)
+    for session in sessions:
+        if isinstance(session, PagedSession):
+            session.rollbacks = lane.speculation is not None
     if lane.speculation is None and all(isinstance(task, PlainTask) for task in tasks):
         lane.chooser.show_rows()
         for _, step in lane.pipeline.steps:
@@ -94,8 +99,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
                 step.chooser = lane.chooser
     loop = Loop(sessions, [lane])
     loop.started = started
-    if not scoring:
-        loop.graphs = Graphs(sessions, lane, watched=_watched(work))
+    loop.graphs = graphs
     return Call(work.prepared, settings, tasks, work.outputs, loop, work.seed)
 
 

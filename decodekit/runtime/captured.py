@@ -13,6 +13,7 @@ from decodekit.core.random import TOKEN_LANE
 from decodekit.core.types import BranchOutputs, Outputs, Rows
 from decodekit.kernels.paged_attention import WorkShape
 from decodekit.runtime.capture import GraphStats, capture, captures, fingerprint, from_elsewhere
+from decodekit.runtime.constraining import constrain_blindly
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.scoring import Scoring
@@ -29,20 +30,32 @@ class Device:
     """The GPU's side of a run: steps are launched, and read in the same order."""
 
     def __init__(self, forwards: Sequence[Forward], pick: Pick) -> None:
-        self._forwards, self._pick = forwards, pick
+        self._forwards, self.pick = forwards, pick
         self.where = pick.read.device
-        self.launched = 0
+        self._forwarded = self._picked = 0
         self._ring: list[tuple[Tensor, Any]] = []
 
+    def launch(self, steps: int) -> None:
+        """Begin steps until so many were begun in all."""
+        while self._picked < steps:
+            self.launch_forwards(self._picked + 1)
+            self.launch_pick()
+
     @torch.no_grad()
-    def launch(self) -> None:
-        """Begin another step."""
-        for forward in self._forwards:
-            forward.launch()
-        self._pick.launch()
-        given, event = self._pick.read, None
+    def launch_forwards(self, steps: int) -> None:
+        """Begin to forward what was picked last, unless so many forwards were begun."""
+        if self._forwarded < steps:
+            for forward in self._forwards:
+                forward.launch()
+            self._forwarded += 1
+
+    @torch.no_grad()
+    def launch_pick(self) -> None:
+        """Begin to pick from what is forwarded."""
+        self.pick.launch()
+        given, event = self.pick.read, None
         if given.is_cuda:
-            place = self.launched % (AHEAD + 1)
+            place = self._picked % (AHEAD + 1)
             if place == len(self._ring):
                 self._ring.append((torch.empty(given.shape, dtype=given.dtype, pin_memory=True), torch.cuda.Event()))
             copy, event = self._ring[place]
@@ -50,10 +63,10 @@ class Device:
             event.record()
         else:
             self._ring.append((given.clone(), None))
-        self.launched += 1
+        self._picked += 1
 
     def read(self, number: int) -> list[list[float]]:
-        """Tokens, whether they are none, and log-probabilities of a step, [R] each."""
+        """Tokens, whether they are none, and log-probabilities of a step; rows that are filled up with come last."""
         copy, event = self._ring[number % (AHEAD + 1) if self.where.type == "cuda" else number]
         if event is not None:
             event.synchronize()
@@ -62,7 +75,17 @@ class Device:
 
 
 class Pick:
-    """Score, rules and pick of R rows over outputs that stay where they are.
+    """Score, constraints, rules and pick of R rows over outputs that stay where they are.
+
+    Args:
+        scorer: from outputs to scores.
+        pipeline: rules and pick.
+        outputs: gives the branches' outputs, R positions each.
+        frames: what is fed the tokens, with the rows of every branch after each other.
+        rows: R.
+        width: most tokens of a row; 0 where no rule looks at them.
+        logprobs: note the tokens' log-probabilities.
+        words: of a mask over the logits, see :meth:`constrain`; 0 where all tokens may come.
 
     Attributes:
         read: [3, R] float64: the tokens, whether they are none, and their log-probabilities.
@@ -74,47 +97,60 @@ class Pick:
         pipeline: Pipeline,
         outputs: Callable[[], Outputs],
         frames: Sequence[Frame],
-        sequences: Sequence[SequenceState],
         *,
+        rows: int,
+        width: int,
         logprobs: bool,
+        words: int,
     ) -> None:
         self._scorer, self._pipeline, self._outputs, self._frames = scorer, pipeline, outputs, frames
-        self._logprobs = logprobs
-        device, rows = frames[0].tokens.device, len(sequences)
-        # Without rules nobody looks at the tokens so far.
-        width = max(len(own.request.prompt_ids) + own.limits.max_new_tokens for own in sequences)
-        self._width = width + STEPS if pipeline.steps else 0
+        self._logprobs, self._width = logprobs, width
+        device = frames[0].tokens.device
         with torch.inference_mode(False):
-            self._tokens = torch.zeros(rows, self._width, dtype=torch.int64, device=device)
-            self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-            prompts = [len(own.request.prompt_ids) for own in sequences]
-            streams = [own.request.stream for own in sequences]
-            self._rows = Rows(
-                tokens=self._tokens,
-                lengths=self._lengths,
-                prompt_lengths=torch.tensor(prompts, device=device),
-                requests=[own.request.id for own in sequences],
-                streams=streams,
-                eos=pipeline.eos,
-            )
-            self._seeds = torch.tensor([_signed(stream.seed, 64) for stream in streams], device=device)
-            # The first number is the position, from 0 on.
-            counters = [[0, TOKEN_LANE, _signed(s.sample, 32), _signed(s.digest, 32)] for s in streams]
-            self._counters = torch.tensor(counters, dtype=torch.int32, device=device)
+            self._tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+            self._lengths, self._prompts, self._seeds = torch.zeros(3, rows, dtype=torch.int64, device=device)
+            self._counters = torch.zeros(rows, 4, dtype=torch.int32, device=device)
             self.read = torch.zeros(3, rows, dtype=torch.float64, device=device)
+            # Requests and streams are other ones at every load: a rule that asks for them cannot be captured.
+            self._rows = Rows(self._tokens, self._lengths, self._prompts, requests=(), streams=(), eos=pipeline.eos)
+            self._words = torch.full((rows, words), -1, dtype=torch.int32, device=device)
+            self._staged = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self._words.is_cuda)
         self.graph: Any = None
         self.captures = captures(device)
 
     def load(self, sequences: Sequence[SequenceState]) -> None:
-        """The rows have so many tokens now."""
+        """Begin with these rows, at most R, which have so many tokens now."""
         histories = [[*own.request.prompt_ids, *own.tokens] for own in sequences]
-        self._lengths.copy_(torch.tensor([len(own) for own in histories]))
-        self._counters[:, 0] = torch.tensor([len(own.tokens) for own in sequences])
+        streams = [own.request.stream for own in sequences]
+        own = slice(len(sequences))
+        self._lengths.zero_()
+        self._lengths[own] = torch.tensor([len(known) for known in histories]).to(self._lengths)
+        self._prompts[own] = torch.tensor([len(known.request.prompt_ids) for known in sequences]).to(self._prompts)
+        self._seeds[own] = torch.tensor([_signed(stream.seed, 64) for stream in streams]).to(self._seeds)
+        counters = [
+            [len(known.tokens), TOKEN_LANE, _signed(stream.sample, 32), _signed(stream.digest, 32)]
+            for known, stream in zip(sequences, streams, strict=True)
+        ]
+        self._counters[own] = torch.tensor(counters, dtype=torch.int32).to(self._counters)
         if self._width:
             filled = torch.zeros(self._tokens.shape, dtype=torch.int64)
             for row, history in enumerate(histories):
                 filled[row, : len(history)] = torch.tensor(history)
             self._tokens.copy_(filled)
+        self._words.fill_(-1)
+
+    def constrain(self, masks: Sequence[Tensor | None]) -> None:
+        """Tell which tokens may come next, before each launch.
+
+        Args:
+            masks: of each row, [ceil(V / 32)] int32 on the host; ``None``: all may.
+        """
+        for row, mask in enumerate(masks):
+            if mask is None:
+                self._staged[row].fill_(-1)
+            else:
+                self._staged[row].copy_(mask)
+        self._words.copy_(self._staged, non_blocking=True)
 
     def launch(self) -> None:
         """Pick a token of each row, and feed it."""
@@ -126,13 +162,17 @@ class Pick:
     @torch.no_grad()
     def __call__(self) -> None:
         """What a graph holds."""
-        scores = self._scorer(self._outputs())
+        outputs = self._outputs()
+        scores = self._scorer(outputs)
+        if self._words.shape[1]:
+            scores = constrain_blindly(scores, outputs["main"].logits, self._words)
         logprobs = self.read[2] if self._logprobs else None
         tokens, broken = self._pipeline.pick_blindly(self._rows, scores, self._seeds, self._counters, logprobs)
         self.read[0], self.read[1] = tokens, broken
         for frame in self._frames:
             # Every branch is fed the same token.
-            frame.tokens[: frame.used].view(-1, len(tokens)).copy_(tokens)
+            rows = max(frame.used, len(tokens))
+            frame.tokens[:rows].view(-1, len(tokens)).copy_(tokens)
         if self._width:
             self._tokens.scatter_(1, self._lengths.unsqueeze(1), tokens.unsqueeze(1))
         self._lengths.add_(1)

@@ -161,7 +161,11 @@ class Chooser:
         return record
 
     def accept(
-        self, live: Sequence[tuple[Task, SequenceState]], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        live: Sequence[tuple[Task, SequenceState]],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        failures: Mapping[int, str],
     ) -> StepRecord:
         """Rows of their own take tokens that were picked elsewhere, by rules that keep no state.
 
@@ -169,16 +173,21 @@ class Chooser:
             live: [P] the rows.
             tokens: [P] of each.
             logprobs: [P] of these; empty where nobody keeps them.
+            failures: a position, why it takes none.
         """
         now = time.perf_counter()
         pieces, taken = [""] * len(live), [False] * len(live)
         for place, (task, sequence) in enumerate(live):
-            if logprobs:
-                sequence.logprobs.append(logprobs[place])
             try:
+                if place in failures:
+                    raise RowError(failures[place])
+                if sequence.constraint is not None:
+                    sequence.constraint.advance(tokens[place])
+                if logprobs:
+                    sequence.logprobs.append(logprobs[place])
                 piece = sequence.commit(tokens[place], now)
-            except RowError as error:
-                sequence.fail(str(error))
+            except self._confines as error:
+                sequence.fail(reason(error))
                 continue
             taken[place], pieces[place] = True, piece if task.streams else ""
         tasks, sequences = [task for task, _ in live], [sequence for _, sequence in live]

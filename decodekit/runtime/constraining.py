@@ -7,6 +7,7 @@ only so many tokens is steered so that its text can still end in time.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
@@ -22,6 +23,7 @@ from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
+from decodekit.kernels.apply_bitmask import apply_bitmask
 from decodekit.runtime.guard import guarded
 
 _KEPT = 64
@@ -117,6 +119,9 @@ class RowConstraint:
         left: tokens that the row may still get.
         marker: what it begins after; ``None`` once it has begun.
         look: tokens left at which its end is looked for again; as many as ``left`` by default, that is now.
+
+    Attributes:
+        width: of the logits.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class RowConstraint:
         look: int | None = None,
     ) -> None:
         self._constraint, self._compiled, self._state = constraint, compiled, state
-        self._width, self._left, self._marker = width, left, marker
+        self.width, self._left, self._marker = width, left, marker
         self._look = left if look is None else look
         self._ahead: Future[Tensor] | None = None
         self._failure: UnsupportedConstraint | None = None
@@ -220,7 +225,7 @@ class RowConstraint:
         self._settled()
         marker = None if self._marker is None else self._marker.fork()
         state = self._state.fork()
-        fork = RowConstraint(self._constraint, self._compiled, state, self._width, self._left, marker, self._look)
+        fork = RowConstraint(self._constraint, self._compiled, state, self.width, self._left, marker, self._look)
         fork._failure = self._failure
         return fork
 
@@ -236,7 +241,7 @@ class RowConstraint:
         return report
 
     def _fill(self) -> Tensor:
-        out = torch.zeros(1, mask_words(self._width), dtype=torch.int32)
+        out = torch.zeros(1, mask_words(self.width), dtype=torch.int32)
         if not self._is_far():
             self._state.mask_within(out, 0, self._left)
         if not bool(out.any()):
@@ -248,16 +253,22 @@ class RowConstraint:
         """Whether the limit is so far that any way to go on leaves time to end; where an engine counts exactly, it says so.
 
         Far is four times the tokens that an end takes now, and 64 more; the next look is when an eighth of what lies between
-        is used up, or of what is left where no end was found.
+        is used up, or of what is left where no end was found. Where the end is far behind the limit, there is none.
         """
-        if self._compiled.counts_exactly or self._left <= _NEAR:
+        if self._compiled.counts_exactly:
             return False
         if self._left > self._look:
             return True
         needed = self._state.min_tokens_to_accept(self._left)
-        spare = self._left if needed is None else self._left - 4 * needed - _NEAR
-        self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
-        return spare >= 0
+        if needed is not None:
+            spare = self._left - 4 * needed - _NEAR
+            self._look = self._left - 1 - spare // 8 if spare >= 0 else self._left
+            return spare >= 0
+        close, found = self._left <= _NEAR, self._state.min_tokens_to_accept(sys.maxsize)
+        # A token brings an end one token nearer at best, and the limit, too: one that is far behind it stays there.
+        never = found is not None and found > 2 * self._left
+        self._look = 0 if never else self._left if close and found is not None else self._left - 1 - self._left // 8
+        return never or not close
 
     def _settled(self) -> None:
         """Nobody else may be at the state, and what was filled for it no longer holds."""
@@ -314,6 +325,40 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
     if bool((empty := best_of_each(own) == -torch.inf).any()):
         own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
     return (own if all_rows else scores.index_copy(0, index, own)), failures
+
+
+def masks_of(sequences: Sequence[Any]) -> tuple[list[Tensor | None], dict[int, str]]:
+    """What may come next in each sequence, [ceil(V/32)] int32, ``None`` where all may; and why those fail that have nothing."""
+    masks, failures = list[Tensor | None](), dict[int, str]()
+    going = [own for own in sequences if own.constraint is not None and own.finish_reason is None]
+    if len(going) > 1:
+        for own in going:
+            own.constraint.prefetch()
+    for place, own in enumerate(sequences):
+        masks.append(None)
+        if own.constraint is not None and own.finish_reason is None:
+            try:
+                masks[place] = own.constraint.mask()
+            except RowError as error:
+                failures[place] = str(error)
+    return masks, failures
+
+
+def constrain_blindly(scores: Tensor, plain: Tensor, words: Tensor) -> Tensor:
+    """As :func:`constrain`, without ever waiting for the device; a position without a legal token is all ``-inf``.
+
+    Args:
+        scores: [P, V] from the strategy.
+        plain: [P, V] the model's own logits.
+        words: [P, ceil(V/32)] int32, the legal tokens of each position.
+    """
+    legal = scores.clone()
+    apply_bitmask(legal, words)
+    if scores is plain:
+        return legal
+    own = plain.to(scores.dtype, copy=True)
+    apply_bitmask(own, words)
+    return torch.where(legal.amax(-1, keepdim=True) == -torch.inf, own, legal)
 
 
 def leaves_a_core(device: torch.device) -> bool:

@@ -13,24 +13,26 @@ from typing import Any
 
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.runs import Run, bucket, most_steps
+from decodekit.core.constraint import mask_words
 from decodekit.core.errors import DecodekitError
-from decodekit.core.types import Outputs
+from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.capture import GraphStats, capture, hooked
 from decodekit.runtime.captured import AHEAD, STEPS, Device, Pick, forward_of
 from decodekit.runtime.choosing import StepRecord
+from decodekit.runtime.constraining import masks_of
 from decodekit.runtime.lane import Lane
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import Session
-from decodekit.runtime.tasks import PlainTask, Task
+from decodekit.runtime.tasks import Task
 
 _LOG = logging.getLogger(__name__)
 _EAGER = "steps are launched one by one: %s"
 
 
 class Graphs:
-    """Takes the steps of a call's rows, as far as graphs can.
+    """Takes the steps of a lane's rows, as far as graphs can.
 
     Args:
         sessions: what runs the branches.
@@ -38,7 +40,7 @@ class Graphs:
         watched: what looks at every step on the host, if anything.
     """
 
-    def __init__(self, sessions: Sequence[Session], lane: Lane, *, watched: str | None) -> None:
+    def __init__(self, sessions: Sequence[Session], lane: Lane, *, watched: str | None = None) -> None:
         self._sessions = [session for session in sessions if isinstance(session, PagedSession)]
         self._scorer, self._pipeline, self._chooser = lane.scorer, lane.pipeline, lane.chooser
         self._keep_logprobs = lane.chooser.keeps_logprobs
@@ -48,8 +50,7 @@ class Graphs:
             _LOG.info(_EAGER, self.stats.eager)
 
     def _why_not(self, sessions: Sequence[Session], lane: Lane) -> str | None:
-        tasks = lane.tasks
-        if lane.speculation is not None:
+        if lane.plan.drafter is not None:
             return "drafts"
         if lane.auditor is not None:
             return "an audit"
@@ -58,12 +59,8 @@ class Graphs:
         for session in self._sessions:
             if (reason := session.why_no_run()) is not None:
                 return reason
-        if other := next((task for task in tasks if not isinstance(task, PlainTask)), None):
-            return f"a {type(other).__name__} decides between steps"
-        if any(task.root.constraint is not None for task in tasks):
-            return "a constraint"
-        if any(task.root.given for task in tasks):
-            return "tokens that were given"
+        if lane.plan.whole is not lane.plan.strategy:
+            return f"strategy {lane.plan.whole.kind!r} decides between steps"
         return self._pipeline.why_not_captured()
 
     def takes(self, live: Sequence[tuple[Task, SequenceState]]) -> bool:
@@ -72,10 +69,14 @@ class Graphs:
         if self.stats.eager is None and any(hooked(session.model) for session in self._sessions):
             self.stats.eager = "forward hooks"
             _LOG.info(_EAGER, self.stats.eager)
-        return self.stats.eager is None and all(sequence.tokens for _, sequence in live)
+        return self.stats.eager is None and all(len(own.tokens) >= max(1, len(own.given)) for _, own in live)
 
-    def run(self, live: Sequence[tuple[Task, SequenceState]]) -> Generator[StepRecord, None, bool]:
+    def run(self, live: Sequence[tuple[Task, SequenceState]], most: int = STEPS) -> Generator[StepRecord, None, bool]:
         """Take steps of these rows until they have all ended, or so many that fewer rows would do.
+
+        Args:
+            live: the rows.
+            most: steps.
 
         Returns:
             whether the rows go on here; otherwise their next step is one that graphs cannot take.
@@ -84,7 +85,7 @@ class Graphs:
         before = [len(sequence.tokens) for sequence in sequences]
         runs = list[Run]()
         try:
-            steps = self._steps(sequences)
+            steps = min(most, self._steps(sequences))
             for session in self._sessions:
                 runs.append(
                     session.begin_run([own.row for own in sequences], [own.tokens[-1] for own in sequences], steps)
@@ -129,34 +130,39 @@ class Graphs:
 
     def _device(self, runs: Sequence[Run], sequences: Sequence[SequenceState]) -> Device:
         """What the GPU does for these runs, captured, and its tensors filled."""
-        forwards = []
-        for session, run in zip(self._sessions, runs, strict=True):
-            most = max(
-                len(own.request.prompt_ids) + own.limits.max_new_tokens - len(own.tokens) + run.steps
-                for own in sequences
-            )
-            forwards.append(forward_of(session, run, most, self.stats))
-        key = (tuple(own.row for own in sequences), *map(id, forwards))
-        rows = [own.row for own in sequences]
+        most = max(len(own.request.prompt_ids) + own.limits.max_new_tokens - len(own.tokens) for own in sequences)
+        forwards = [
+            forward_of(session, run, most + run.steps, self.stats)
+            for session, run in zip(self._sessions, runs, strict=True)
+        ]
+        names = [session.run_branches([own.row for own in sequences]) for session in self._sessions]
+        # Rows that forwards are filled up with lie behind those of the last branch.
+        alone = names == [("main",)]
+        rows = forwards[0].frame.rows if alone else len(sequences)
+        longest = max(len(own.request.prompt_ids) + own.limits.max_new_tokens for own in sequences) + STEPS
+        # Without rules nobody looks at the tokens so far.
+        width = 1 << (longest - 1).bit_length() if self._pipeline.steps else 0
+        words = max((mask_words(own.constraint.width) for own in sequences if own.constraint is not None), default=0)
 
         def outputs() -> Outputs:
-            parts = [
-                session.split_run(forward.outputs, rows)
-                for session, forward in zip(self._sessions, forwards, strict=True)
-            ]
-            return Outputs({name: branch for part in parts for name, branch in part.items()})
+            parts: dict[str, BranchOutputs] = {}
+            for forward, own in zip(forwards, names, strict=True):
+                parts |= {name: forward.outputs.span(n * rows, (n + 1) * rows) for n, name in enumerate(own)}
+            return Outputs(parts)
 
-        # Forwards are used again for other numbers of rows: a pick is captured for those of this run.
         for forward, run in zip(forwards, runs, strict=True):
             forward.load(run)
+        key = (rows, width, words, *names, *map(id, forwards))
         if (pick := self._picks.get(key)) is None:
             pick = Pick(
                 self._scorer,
                 self._pipeline,
                 outputs,
                 [forward.frame for forward in forwards],
-                sequences,
+                rows=rows,
+                width=width,
                 logprobs=self._keep_logprobs,
+                words=words,
             )
             pick.load(sequences)
             if pick.captures:
@@ -171,13 +177,21 @@ class Graphs:
     def _read(
         self, live: Sequence[tuple[Task, SequenceState]], device: Device, steps: int
     ) -> Generator[StepRecord, None, bool]:
-        rows = len(live)
+        rows, constrained = len(live), any(own.constraint is not None for _, own in live)
         for number in range(steps):
-            while device.launched < min(number + AHEAD, steps):
-                device.launch()
+            failures = dict[int, str]()
+            if constrained:
+                # What may come next is known once the last token is, and found out while that is forwarded.
+                device.launch_forwards(number + 1)
+                masks, failures = masks_of([own for _, own in live])
+                device.pick.constrain(masks)
+                device.launch_pick()
+                device.launch_forwards(min(number + 2, steps))
+            else:
+                device.launch(min(number + AHEAD, steps))
             tokens, broken, logprobs = device.read(number)
             alive = [place for place, (_, sequence) in enumerate(live) if sequence.finish_reason is None]
-            if any(broken[place] for place in alive):
+            if any(broken[place] for place in alive if place not in failures):
                 return False
             for task in dict.fromkeys(live[place][0] for place in alive):
                 task.steps += 1
@@ -187,6 +201,7 @@ class Graphs:
                 [live[place] for place in alive],
                 chosen,
                 [logprobs[place] for place in alive] if self._keep_logprobs else [],
+                {at: failures[place] for at, place in enumerate(alive) if place in failures},
             )
             yield record
             left = sum(sequence.finish_reason is None for _, sequence in live)

@@ -69,6 +69,9 @@ class PagedSession(Session):
         cache: its cache; rows that are in it are given up.
         layers: hidden layers of the ``main`` branch to keep.
         rollbacks: rows will be rolled back: every step is followed by :meth:`rollback`.
+
+    Attributes:
+        rollbacks: the same; may change until the first row is fed.
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, layers: tuple[int, ...] = (), rollbacks: bool = False) -> None:
@@ -92,7 +95,7 @@ class PagedSession(Session):
         cache.abort()
         cache.release(range(len(cache.rows)))
         cache.deactivate_past_recording()
-        self._recording, self._rollbacks = False, rollbacks
+        self._recording, self.rollbacks = False, rollbacks
 
     @property
     @override
@@ -148,7 +151,7 @@ class PagedSession(Session):
 
     @override
     def feed(self, rows: Sequence[int], budget: int | None = None) -> set[int]:
-        if self._rollbacks:
+        if self.rollbacks:
             self.record(True)  # not before: only what has begun is closed
         self.open(rows)
         place_of = self._places()
@@ -371,10 +374,9 @@ class PagedSession(Session):
         hidden = {layer: raw.hidden_states[layer].flatten(0, 1) for layer in self.layers}
         return UnreadOutputs(raw.hidden_states[-1].flatten(0, 1), hidden, self._readout)
 
-    def split_run(self, outputs: BranchOutputs, rows: Sequence[int]) -> dict[str, BranchOutputs]:
-        """Views of a frame's outputs by branch."""
-        names, count = dict.fromkeys(key.branch for key in self._keys(rows)), len(rows)
-        return {name: outputs.span(n * count, (n + 1) * count) for n, name in enumerate(names)}
+    def run_branches(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """The branches of a run of these rows, in the order in which its frame has them, each with all rows."""
+        return tuple(dict.fromkeys(key.branch for key in self._keys(rows)))
 
     def end_run(self, run: Run, tokens: Mapping[int, Ids]) -> None:
         """End a run: a row, the tokens that it forwarded and keeps."""

@@ -63,7 +63,7 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Whether every row gets a token a step, and all there is to it is which."""
-        return self.whole is self.strategy and self.drafter is None and not self.constrained
+        return self.whole is self.strategy and self.drafter is None
 
     @property
     def whole(self) -> TokenStrategy | SearchStrategy | SequenceStrategy:

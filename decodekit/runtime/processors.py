@@ -67,7 +67,7 @@ class OptionStep:
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         """[P, V] to [P, V]."""
         if self.capturable:
-            return self.processors[rows.requests[0]](rows.tokens, logits.clone())
+            return next(iter(self.processors.values()))(rows.tokens, logits.clone())
         lengths, own = rows.lengths.tolist(), [self.processors[request] for request in rows.requests]
         if len(set(lengths)) == 1 and all(processor is own[0] for processor in own):
             return own[0](rows.tokens[:, : lengths[0]], logits.clone())

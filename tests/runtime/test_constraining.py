@@ -213,3 +213,21 @@ def test_a_schema_holds_whatever_decodes(model, tokenizer, recipe) -> None:
     for output in own.run(model, tokenizer, ["Who won?", "a"], max_new_tokens=60):
         jsonschema.validate(json.loads(output.text), SCHEMA)
         assert output.stats["constraint"] == {"kind": "json_schema", "exact": True, "complete": True}
+
+
+def test_an_end_far_behind_the_limit_is_looked_for_once(model, tokenizer, monkeypatch) -> None:
+    from decodekit.llg import engine
+
+    looks, search = [], engine.GrammarState._searched_end
+
+    def counted(self):
+        looks.append(self)
+        return search(self)
+
+    monkeypatch.setattr(engine.GrammarState, "_searched_end", counted)
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 200}
+    own = decodekit.load({"constraint": {"kind": "json_schema", "schema": schema}})
+    [output] = own.run(model, tokenizer, ["a"], max_new_tokens=90)
+    assert output.finish_reason == "length"
+    assert output.text.startswith("[")
+    assert len(looks) == 1

@@ -11,13 +11,17 @@ import decodekit
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.stepping import SteppedCache
 from decodekit.cache.storage import FullStore
+from decodekit.core.errors import RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
 from decodekit.runtime.capture import fingerprint, hooked
+from decodekit.runtime.constraining import RowConstraint
+from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.strategies.dola import Dola
 from decodekit.testing import tiny_model
+from tests.runtime.schedules import live_once
 
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5], [9, 9, 4, 4, 2]])
 RULES = [
@@ -46,11 +50,13 @@ def steps(monkeypatch):
     seen = {"steps": 0, "ends": [], "reasons": set(), "rows": set(), "stats": None}
     run, takes = Graphs.run, Graphs.takes
 
-    def counted(self, live):
+    def counted(self, live, *options):
         before = self.stats.steps
         seen["rows"].add(len(live))
-        ended = yield from run(self, live)
-        seen["steps"] += self.stats.steps - before
+        try:
+            ended = yield from run(self, live, *options)
+        finally:
+            seen["steps"] += self.stats.steps - before
         seen["ends"].append(ended)
         return ended
 
@@ -172,6 +178,65 @@ def test_a_run_ends_where_keys_are_cut_at_other_places(steps, dense, monkeypatch
     assert steps["steps"] == 23
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
+    "required": ["a", "b"],
+}
+CONSTRAINTS = [
+    {"constraint": {"kind": "json_schema", "schema": SCHEMA}},
+    {"constraint": {"kind": "regex", "pattern": r"[a-f]{3,20}(\d{3}-)+the end[.!]"}, "generation": SAMPLED},
+    {"constraint": {"kind": "regex", "pattern": r"[a-f]{3,20}"}, "strategy": {"kind": "dola", "layers": "high"}},
+    {"constraint": {"kind": "choice", "choices": ["abc", "b"], "after": "z"}, "rules": RULES},
+]
+
+
+@pytest.mark.parametrize("recipe", CONSTRAINTS, ids=["schema", "sampled", "dola", "after"])
+def test_masks_are_found_between_the_steps(steps, dense, tokenizer, recipe) -> None:
+    given = {"dk_tokenizer": tokenizer, "eos": tokenizer.eos_token_id}
+    expected = one_by_one(dense, recipe, **given)
+    assert torch.equal(decode(dense, recipe, **given), expected)
+    assert steps["reasons"] == {None}
+    assert steps["steps"] > 3
+
+
+def test_rows_with_and_without_a_constraint_share_a_run(steps, dense, tokenizer) -> None:
+    own = [
+        {"constraint": {"kind": "regex", "pattern": r"[a-f]{3,9}"}},
+        {},
+        {"constraint": {"kind": "regex", "pattern": "b+c"}},
+    ]
+    given = {"dk_tokenizer": tokenizer, "eos": tokenizer.eos_token_id, "dk_inputs": own}
+    expected = one_by_one(dense, {}, **given)
+    assert torch.equal(decode(dense, {}, **given), expected)
+    assert steps["steps"] > 5
+    text = tokenizer.decode(expected[0, PROMPTS.shape[1] :], skip_special_tokens=True)
+    assert set(text) <= set("abcdef")
+    assert len(text) >= 3
+
+
+def test_a_constraint_that_cannot_go_on_fails_its_row_alone(steps, dense, tokenizer, monkeypatch) -> None:
+    mask = RowConstraint.mask
+    calls = []
+
+    def stuck(self):
+        calls.append(self)
+        if len(calls) > 1 and self is calls[1] and calls.count(self) == 5:
+            raise RowError("nothing is legal")
+        return mask(self)
+
+    recipe = {"constraint": {"kind": "regex", "pattern": "[a-f]{12}"}}
+    given = {"dk_tokenizer": tokenizer, "eos": tokenizer.eos_token_id}
+    plain = one_by_one(dense, recipe, **given)
+    monkeypatch.setattr(RowConstraint, "mask", stuck)
+    with pytest.warns(RuntimeWarning, match="nothing is legal"):
+        ids = decode(dense, recipe, **given)
+    assert torch.equal(ids[[0, 2]], plain[[0, 2]])
+    assert torch.equal(ids[1, :9], plain[1, :9])
+    assert (ids[1, 9:] == 0).all()
+    assert all(steps["ends"])
+
+
 def test_a_row_without_a_token_is_left_to_a_single_step(steps, dense, monkeypatch) -> None:
     """NaN logits fail their row alone, with what it had; its neighbours go on."""
     from decodekit.strategies.sample import Sample
@@ -284,7 +349,7 @@ def test_a_forward_serves_fewer_rows_than_it_was_captured_for(steps, dense, monk
     assert steps["reasons"] == {None}
     assert len(steps["rows"]) > 1
     assert steps["stats"].forward_captures == 1
-    assert steps["stats"].pick_captures == len(steps["rows"])
+    assert steps["stats"].pick_captures == 1
 
 
 def test_an_audit_sees_every_step(steps, dense, tokenizer) -> None:
@@ -359,3 +424,28 @@ def test_a_rule_with_a_memory_of_its_own_is_not_captured(steps, dense) -> None:
     ids = decode(dense, {"rules": [Counting()]}, new=4)
     assert ids[0, 5:].tolist() == [11, 12, 13, 14]
     assert steps["reasons"] == {"rule 'counting' is not capturable"}
+
+
+@pytest.mark.parametrize("family", ["dense", "sliding"])
+def test_requests_of_an_engine_come_and_go_between_runs(steps, family) -> None:
+    for seed in range(60):
+        live_once(seed, family)
+    assert steps["steps"] > 60
+    assert True in steps["ends"]
+
+
+def test_an_engine_with_room_takes_its_steps_from_runs(steps, dense, tokenizer) -> None:
+    def outputs():
+        with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
+            requests = [engine.submit([5 + n, 6, 7], max_new_tokens=20 + 7 * n, eos_token_id=None) for n in range(6)]
+            requests[1].cancel()
+            outputs = [request.result() for request in requests]
+            return [(own.token_ids, own.finish_reason) for own in outputs]
+
+    runs = outputs()
+    assert steps["steps"] > 40
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graphs, "takes", lambda self, live: False)
+        assert outputs() == runs
+    assert runs[1] == ([], "cancelled")
+    assert {reason for _, reason in runs} == {"length", "eos", "cancelled"}
