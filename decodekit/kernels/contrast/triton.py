@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decodekit.kernels.contrast.reference import Divergence, Form
 
-_TOKENS = 1024  # of the vocabulary a program
+_TOKENS = 2048  # of the vocabulary a program
 
 
 def contrast(
@@ -49,7 +49,7 @@ def contrast(
         PLAUSIBLE=share > 0,
         CHUNKS=triton.next_power_of_2(chunks),
         TOKENS=_TOKENS,
-        num_warps=4,
+        num_warps=8,
     )
     return output
 
@@ -82,7 +82,7 @@ def contrast_layers(
         LAYERS=triton.next_power_of_2(layers),
         CHUNKS=triton.next_power_of_2(chunks),
         TOKENS=_TOKENS,
-        num_warps=4,
+        num_warps=8,
     )
     return output, chosen, apart
 
@@ -107,7 +107,7 @@ def _summed(final: Tensor, early: Tensor, inverse: float = 1.0) -> Tensor:
         vocab_size,
         inverse,
         TOKENS=_TOKENS,
-        num_warps=4,
+        num_warps=8,
     )
     return sums
 
@@ -117,7 +117,7 @@ def _diverged(final: Tensor, early: Tensor, sums: Tensor, divergence: Divergence
     layers, positions, vocab_size = early.shape
     chunks = sums.shape[-1]
     parts = sums.new_empty((layers, positions, chunks))
-    _diverge[(chunks, positions)](
+    _diverge[(chunks, positions, layers)](
         final,
         early,
         sums,
@@ -130,7 +130,7 @@ def _diverged(final: Tensor, early: Tensor, sums: Tensor, divergence: Divergence
         OFFICIAL=divergence == "official",
         CHUNKS=triton.next_power_of_2(chunks),
         TOKENS=_TOKENS,
-        num_warps=4,
+        num_warps=8,
     )
     return parts
 
@@ -249,23 +249,20 @@ def _diverge(
     TOKENS: tl.constexpr,
 ):
     chunk, position, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    layer = tl.program_id(2).to(tl.int64)
     _, whole = _log_sum(sums, 0, layers, position, positions, chunks, CHUNKS)
+    _, whole_early = _log_sum(sums, layer + 1, layers, position, positions, chunks, CHUNKS)
     log_p = _numbers(final + position * stride_fp, chunk, vocab_size, TOKENS) - whole
-    p = tl.exp(log_p)
-    early += position * stride_ep
-    for layer in range(layers):
-        _, whole = _log_sum(sums, layer + 1, layers, position, positions, chunks, CHUNKS)
-        log_q = _numbers(early, chunk, vocab_size, TOKENS) - whole
-        q = tl.exp(log_q)
-        mixture = 0.5 * (p + q)
-        log_m = tl.log(mixture)
-        # A token without mass adds nothing; 0 * -inf would be NaN.
-        if OFFICIAL:
-            terms = tl.where(mixture > 0, mixture * (2 * log_m - log_p - log_q), 0.0)
-        else:
-            terms = tl.where(p > 0, p * (log_p - log_m), 0.0) + tl.where(q > 0, q * (log_q - log_m), 0.0)
-        tl.store(parts + (layer * positions + position) * chunks + chunk, 0.5 * tl.sum(terms, 0))
-        early += stride_ec
+    log_q = _numbers(early + layer * stride_ec + position * stride_ep, chunk, vocab_size, TOKENS) - whole_early
+    p, q = tl.exp(log_p), tl.exp(log_q)
+    mixture = 0.5 * (p + q)
+    log_m = tl.log(mixture)
+    # A token without mass adds nothing; 0 * -inf would be NaN.
+    if OFFICIAL:
+        terms = tl.where(mixture > 0, mixture * (2 * log_m - log_p - log_q), 0.0)
+    else:
+        terms = tl.where(p > 0, p * (log_p - log_m), 0.0) + tl.where(q > 0, q * (log_q - log_m), 0.0)
+    tl.store(parts + (layer * positions + position) * chunks + chunk, 0.5 * tl.sum(terms, 0))
 
 
 @triton.jit
