@@ -19,13 +19,15 @@ from decodekit.kernels.apply_bitmask import apply_bitmask
 from decodekit.kernels.apply_bitmask import reference as torch_bitmask
 from decodekit.kernels.block_copy import block_copy
 from decodekit.kernels.block_copy import reference as torch_copy
+from decodekit.kernels.contrast import contrast, contrast_layers, layer_divergence
+from decodekit.kernels.contrast import reference as torch_contrast
 from decodekit.kernels.kv_write import kv_write
 from decodekit.kernels.kv_write import reference as torch_write
-from decodekit.kernels.layer_divergence import layer_divergence
-from decodekit.kernels.layer_divergence import reference as torch_divergence
 from decodekit.kernels.linear import gated_linear, linear
 from decodekit.kernels.linear import reference as torch_linear
 from decodekit.kernels.paged_attention import paged_attention, plan_attention
+from decodekit.kernels.repetition_penalty import penalize_repeated
+from decodekit.kernels.repetition_penalty import reference as torch_penalty
 from decodekit.kernels.sample import reference as torch_sample
 from decodekit.kernels.sample import sample
 from decodekit.kernels.top_token import reference as torch_top
@@ -152,16 +154,25 @@ def _cases(device: torch.device) -> Iterator[Case]:
         arguments = logits, *filters, *draws
         ours, theirs = partial(sample, *arguments), partial(torch_sample.sample, *arguments)
         yield Case("sample", shape, "sort", ours, theirs, logits.nbytes)
+        seen = torch.randint(VOCAB_SIZE, (rows, 1024), device=device), None, torch.full((rows,), 600, device=device)
+        ops = penalize_repeated, torch_penalty.penalize_repeated
+        ours, theirs = (partial(op, logits, *seen, 1.1) for op in ops)
+        yield Case("repetition_penalty", shape, "torch", ours, theirs, 2 * logits.nbytes)
         words = torch.randint(-(2**31), 2**31, (rows, -(-VOCAB_SIZE // 32)), device=device, dtype=torch.int32)
         masked = logits.clone()
         ours, theirs = (partial(op, masked, words) for op in (apply_bitmask, torch_bitmask.apply_bitmask))
         yield Case("apply_bitmask", shape, "masked_fill", ours, theirs, masked.nbytes)
         ours, theirs = partial(top_token, logits), partial(torch_top.top_token, logits)
         yield Case("top_token", shape, "max", ours, theirs, logits.nbytes)
-        early = normal(8, rows, VOCAB_SIZE).log_softmax(-1)
-        ops = layer_divergence, torch_divergence.layer_divergence
-        ours, theirs = (partial(op, logits.log_softmax(-1), early) for op in ops)
+        early = normal(8, rows, VOCAB_SIZE)
+        ours, theirs = (partial(op, logits, early) for op in (layer_divergence, torch_contrast.layer_divergence))
         yield Case("layer_divergence", f"8 x {shape}", "torch", ours, theirs, logits.nbytes + early.nbytes)
+        layers = contrast_layers, torch_contrast.contrast_layers
+        ours, theirs = (partial(op, logits, early, share=0.1) for op in layers)
+        yield Case("contrast", f"8 layers, {shape}", "torch", ours, theirs, 2 * logits.nbytes + early.nbytes)
+        pair = contrast, torch_contrast.contrast
+        ours, theirs = (partial(op, logits, early[0], 0.5, "ratio", share=0.1) for op in pair)
+        yield Case("contrast", shape, "torch", ours, theirs, 3 * logits.nbytes)
 
 
 def _layers(rows: int, device: torch.device) -> Iterator[Case]:

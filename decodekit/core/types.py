@@ -145,20 +145,26 @@ class BranchOutputs:
     """What one forward of one branch gave at every position.
 
     Attributes:
-        logits: [P, V], at least float32; shared, never to be edited.
         layers: the hidden layers that were kept, in the order the strategy named them.
     """
 
     def __init__(
         self,
-        logits: Tensor,
+        logits: Tensor | None,
         hidden: Mapping[int, Tensor] | None = None,
         readout: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.logits = logits
+        self._logits = logits
         self.layers = tuple(hidden or ())
         self._hidden = hidden or {}
         self._readout = readout
+
+    @property
+    def logits(self) -> Tensor:
+        """[P, V], at least float32; shared, never to be edited."""
+        if self._logits is None:
+            raise TypeError("these outputs have no logits")
+        return self._logits
 
     def hidden(self, layer: int) -> Tensor:
         """[P, H]: the residual stream after ``layer`` decoder layers; 0 is the embedding.
@@ -169,15 +175,13 @@ class BranchOutputs:
 
     def select(self, index: Tensor) -> BranchOutputs:
         """The given positions, [P'] int64, in this order."""
-        hidden = {layer: states[index] for layer, states in self._hidden.items()}
-        return BranchOutputs(self.logits[index], hidden, self._readout)
+        return self._each(lambda own: own[index])
 
     def span(self, start: int, stop: int) -> BranchOutputs:
         """Positions ``start`` up to ``stop``, without a copy."""
         if (start, stop) == (0, len(self.logits)):
             return self
-        hidden = {layer: states[start:stop] for layer, states in self._hidden.items()}
-        return BranchOutputs(self.logits[start:stop], hidden, self._readout)
+        return self._each(lambda own: own[start:stop])
 
     def only(self, layers: Sequence[int]) -> BranchOutputs:
         """The same positions with these hidden layers alone."""
@@ -206,6 +210,22 @@ class BranchOutputs:
         if self._readout is None:
             raise InputError("this branch has no output head to read hidden states with")
         return self._readout(hidden, norm=norm, finish=finish)
+
+    def early(self, *, norm: bool = False, finish: bool = True) -> Tensor:
+        """[C, P, V]: what all kept layers say, as :meth:`readout` does it.
+
+        Ask for it before ``logits``: where these are still to be computed, the head is then read once for both.
+        """
+        return self.readout(torch.stack([self.hidden(layer) for layer in self.layers]), norm=norm, finish=finish)
+
+    def blank(self) -> None:
+        """Put zeros where memory that was never written may hold anything."""
+        self.logits.zero_()
+
+    def _each(self, part: Callable[[Tensor], Tensor]) -> BranchOutputs:
+        return BranchOutputs(
+            part(self.logits), {layer: part(own) for layer, own in self._hidden.items()}, self._readout
+        )
 
 
 class Outputs(Mapping[str, BranchOutputs]):

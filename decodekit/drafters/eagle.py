@@ -14,7 +14,7 @@ from decodekit.core.compat import text_config
 from decodekit.core.draft_heads import Head, HeadDrafts
 from decodekit.core.drafts import DraftHost, DraftState
 from decodekit.core.errors import InputError, Refused
-from decodekit.core.heads import readout
+from decodekit.core.heads import Readout
 from decodekit.core.options import RecipePath
 from decodekit.core.protocols import Drafter
 from decodekit.core.types import Need
@@ -103,7 +103,7 @@ class Eagle(Drafter):
             named.setdefault("decoder.layers.0.self_attn.o_proj.bias", torch.zeros(text.hidden_size))
         load_weights(head, named, self.head)
         embed = model.get_input_embeddings()
-        made = Head(lambda ids, hidden: head.fuse(embed(ids), hidden), head.decoder, readout(model))
+        made = Head(lambda ids, hidden: head.fuse(embed(ids), hidden), head.decoder, Readout(model))
         return HeadDrafts(host, made, layer=text.num_hidden_layers, branching=self.branching, depth=self.depth)
 
 

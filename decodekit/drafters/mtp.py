@@ -16,7 +16,7 @@ from decodekit.core.compat import cache_layers, text_config
 from decodekit.core.draft_heads import Head, HeadDrafts
 from decodekit.core.drafts import DraftHost, DraftState
 from decodekit.core.errors import InputError, Refused
-from decodekit.core.heads import final_norm, readout
+from decodekit.core.heads import Readout, final_norm
 from decodekit.core.options import RecipePath
 from decodekit.core.protocols import Drafter
 from decodekit.core.sublayers import decoder_layers, with_layers
@@ -117,7 +117,7 @@ class Mtp(Drafter):
         head = MtpHead(model, place).to(weight.device, weight.dtype).eval().requires_grad_(False)
         load_weights(head, tensors, path)
         embed = model.get_input_embeddings()
-        made = Head(lambda ids, hidden: head.fuse(embed(ids), hidden), head.decoder(model, place), readout(model))
+        made = Head(lambda ids, hidden: head.fuse(embed(ids), hidden), head.decoder(model, place), Readout(model))
         return HeadDrafts(host, made, layer=count, branching=self.branching, depth=self.depth)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from decodekit.core.protocols import Rule
 from decodekit.core.types import Rows, Scope
+from decodekit.kernels.repetition_penalty import penalize_repeated
 
 
 class RepetitionPenalty(Rule):
@@ -32,9 +31,6 @@ class RepetitionPenalty(Rule):
     def __call__(self, rows: Rows, logits: Tensor) -> Tensor:
         if self.penalty == 1:
             return logits
-        ids, occurred = rows.occurrences(logits.shape[-1], self.scope)
-        scores = logits.gather(1, ids)
-        penalized = torch.where(scores > 0, scores / self.penalty, scores * self.penalty)
-        # A penalty moves every score the same way, so that a token that occurs often is still penalized once.
-        mode, nothing = ("amin", math.inf) if self.penalty > 1 else ("amax", -math.inf)
-        return logits.scatter_reduce(1, ids, penalized.where(occurred, nothing), mode)
+        start = rows.prompt_lengths if self.scope == "output" else None
+        stop = rows.prompt_lengths if self.scope == "prompt" else rows.lengths
+        return penalize_repeated(logits, rows.tokens, start, stop, self.penalty)

@@ -127,7 +127,10 @@ class Pick:
         self._lengths[own] = torch.tensor([len(known) for known in histories]).to(self._lengths)
         self._prompts[own] = torch.tensor([len(known.request.prompt_ids) for known in sequences]).to(self._prompts)
         self._seeds[own] = torch.tensor([_signed(stream.seed, 64) for stream in streams]).to(self._seeds)
-        counters = [[0, TOKEN_LANE, _signed(s.sample, 32), _signed(s.digest, 32)] for s in streams]
+        counters = [
+            [len(known.tokens), TOKEN_LANE, _signed(stream.sample, 32), _signed(stream.digest, 32)]
+            for known, stream in zip(sequences, streams, strict=True)
+        ]
         self._counters[own] = torch.tensor(counters, dtype=torch.int32).to(self._counters)
         if self._width:
             filled = torch.zeros(self._tokens.shape, dtype=torch.int64)
@@ -163,7 +166,6 @@ class Pick:
         scores = self._scorer(outputs)
         if self._words.shape[1]:
             scores = constrain_blindly(scores, outputs["main"].logits, self._words)
-        self._counters[:, 0] = self._rows.positions
         logprobs = self.read[2] if self._logprobs else None
         tokens, broken = self._pipeline.pick_blindly(self._rows, scores, self._seeds, self._counters, logprobs)
         self.read[0], self.read[1] = tokens, broken
@@ -174,6 +176,7 @@ class Pick:
         if self._width:
             self._tokens.scatter_(1, self._lengths.unsqueeze(1), tokens.unsqueeze(1))
         self._lengths.add_(1)
+        self._counters[:, 0].add_(1)
 
 
 class Forward:
@@ -245,7 +248,7 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         forward.load(run)
         forward.capture(stats)
         # Only a replay fills it: what lies there may be anything.
-        forward.outputs.logits.zero_()
+        forward.outputs.blank()
     stats.forward_captures += 1
     cache.captured.setdefault(key, []).append(forward)
     return forward

@@ -102,6 +102,7 @@ class RaggedForward:
         self._always: dict[str, Any] = {CACHE_KEY: cache, "use_cache": True, "return_dict": True}
         if hidden_states:
             self._always["output_hidden_states"] = True
+        self._nowhere = torch.zeros(0, dtype=torch.long, device=model.device)
 
     def __call__(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, last: int = 1, direct: bool = False
@@ -137,10 +138,20 @@ class RaggedForward:
                     input_ids=input_ids, **{**given, "attention_mask": None}, **self._always, dk_cache=step
                 )
 
-    def framed(self, frame: Frame) -> Any:
-        """Forward the tokens of a frame, and count them: nothing of it waits for the device, so that a graph can hold it."""
+    @property
+    def headless(self) -> bool:
+        """Whether its model can leave its head out: transformers' own take the positions to project, which may be none."""
+        return "logits_to_keep" in self._accepted and type(self._model).__module__.startswith("transformers.")
+
+    def framed(self, frame: Frame, *, head: bool = True) -> Any:
+        """Forward the tokens of a frame, and count them: nothing of it waits for the device, so that a graph can hold it.
+
+        Args:
+            frame: the frame.
+            head: give logits; without, the model is to be ``headless``.
+        """
         frame.begin()
-        inputs = {"position_ids": frame.position_ids, "logits_to_keep": 1}
+        inputs = {"position_ids": frame.position_ids, "logits_to_keep": 1 if head else self._nowhere}
         given = {name: value for name, value in inputs.items() if name in self._accepted}
         self._cache.frame = frame
         try:

@@ -232,7 +232,7 @@ _PASSED = _Passed()
 def _linear(layer: Any, hidden: Tensor) -> Tensor:
     residual = _PASSED.residuals.pop(layer, None)
     weight, bias = layer.weight, layer.bias
-    if (rows := _rows(hidden)) > MOST_ROWS or hidden.dtype != weight.dtype:
+    if not 0 < (rows := _rows(hidden)) <= MOST_ROWS or hidden.dtype != weight.dtype:
         output = nn.functional.linear(hidden, weight, bias)
         return output if residual is None else residual + output
     added = None if residual is None else residual.reshape(rows, -1)

@@ -17,6 +17,7 @@ from decodekit.cache.preempt import Suspended
 from decodekit.cache.prefix import Prompt
 from decodekit.cache.runs import Frame, Run
 from decodekit.core.errors import Refused
+from decodekit.core.heads import UnreadOutputs
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import RaggedForward
@@ -376,7 +377,11 @@ class PagedSession(Session):
 
     def framed(self, frame: Frame) -> BranchOutputs:
         """The outputs of the tokens in a frame, of all branches."""
-        return self._keep(self._forward.framed(frame), "main")
+        if self._readout is None or not self._head_checked or not self._forward.headless:
+            return self._keep(self._forward.framed(frame), "main")
+        raw = self._forward.framed(frame, head=False)
+        hidden = {layer: raw.hidden_states[layer].flatten(0, 1) for layer in self.layers}
+        return UnreadOutputs(raw.hidden_states[-1].flatten(0, 1), hidden, self._readout)
 
     def run_branches(self, rows: Sequence[int]) -> tuple[str, ...]:
         """The branches of a run of these rows, in the order in which its frame has them, each with all rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,6 +75,7 @@ class Pipeline:
         self.sample = sample
         self.fallback = fallback
         self.eos = eos
+        self._made: dict[Any, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self.stateful = [
             index
             for index, (_, step) in enumerate(self.steps)
@@ -156,7 +157,7 @@ class Pipeline:
             scores: [P, V] from the strategy.
             seeds: [P] int64, Philox keys of the draws.
             counters: [P, 4] int32, Philox counters.
-            logprobs: [P], filled with the tokens' log-probabilities under the final logits.
+            logprobs: [P] floating, filled with the tokens' log-probabilities under the final logits.
 
         Returns:
             [P] tokens, and [P] bool: where no token is to be had, so that only a call can tell what becomes of the row.
@@ -164,25 +165,29 @@ class Pipeline:
         logits, filters = scores, self._last_filters() if self.sample else {}
         for index in range(len(self.steps) - len(filters)):
             logits = self._apply(index, rows, logits, [()] * len(self.steps))
+        if self.sample:
+            broken = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+            options = self._options(filters, len(logits), logits.shape[1], logits.device)
+            return sample(logits, *options, seeds, counters, logprobs, broken), broken
         top, tokens = top_token(logits)
         broken = ~torch.isfinite(top)
-        if self.sample:
-            ones, drawn = torch.ones_like(top, dtype=torch.float32), torch.empty_like(top, dtype=torch.float32)
-            tokens = sample(
-                logits,
-                ones * filters.get("temperature", 1.0),
-                (ones * filters.get("top_k", logits.shape[1])).int(),
-                ones * filters.get("top_p", 1.0),
-                ones * filters.get("min_p", 0.0),
-                seeds,
-                counters,
-                drawn,
-            )
-            if logprobs is not None:
-                logprobs.copy_(drawn)
-        elif logprobs is not None:
+        if logprobs is not None:
             logprobs.copy_(top - logits.logsumexp(-1))
         return torch.where(broken, 0, tokens), broken
+
+    def _options(
+        self, filters: Mapping[str, float], positions: int, vocab_size: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the ``sample`` kernel is told of the filters, [P] each; kept, as graphs go on reading it."""
+
+        def each(name: str, otherwise: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((positions,), filters.get(name, otherwise), dtype=dtype, device=device)
+
+        key = positions, vocab_size, device
+        if key not in self._made:
+            top_k = each("top_k", vocab_size, torch.int32)
+            self._made[key] = each("temperature", 1.0), top_k, each("top_p", 1.0), each("min_p", 0.0)
+        return self._made[key]
 
     def _last_filters(self) -> dict[str, float]:
         """The steps at the end that the ``sample`` kernel does by itself, in its order."""

@@ -50,9 +50,9 @@ class Scoring:
         if self._layers is not None:
             given = Outputs({**outputs, "main": outputs["main"].only(self._layers)})
             given.annotations = outputs.annotations
-        expected = outputs["main"].logits.shape
         with guarded(self._strategy, "score"):
             scores = self._strategy.score(given)
+        expected = given["main"].logits.shape
         if not isinstance(scores, Tensor) or scores.shape != expected or not scores.is_floating_point():
             found = f"{tuple(scores.shape)} {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
             raise PluginError(

@@ -19,7 +19,7 @@ from typing_extensions import override
 from decodekit.core import compat
 from decodekit.core.errors import Refused
 from decodekit.core.few_rows import few_rows
-from decodekit.core.heads import readout
+from decodekit.core.heads import Readout
 from decodekit.core.types import BranchOutputs
 from decodekit.runtime.forward import Stepper
 
@@ -51,7 +51,7 @@ class Session(ABC):
     def keep_layers(self, layers: tuple[int, ...]) -> None:
         """From the next forward on, keep these hidden layers of the ``main`` branch."""
         self.layers = layers
-        self._readout = readout(self.model) if layers else None
+        self._readout = Readout(self.model) if layers else None
 
     @property
     @abstractmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decodekit.cache.paged import PagedCache
 from decodekit.core.trace import TraceWriter
-from decodekit.kernels.layer_divergence import layer_divergence
+from decodekit.kernels.contrast import layer_divergence
 from decodekit.runtime.call import Call
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.speculation import Walk
@@ -168,9 +168,9 @@ class _Told:
         self._entropy = torch.where(self._final == -torch.inf, 0.0, -self._final.exp() * self._final).sum(-1).tolist()
         self._legal = (final > -torch.inf).sum(-1).tolist()
         [(_, scores), *_] = record.picked.stages
-        plain = record.outputs["main"].logits.log_softmax(-1)
+        plain = record.outputs["main"].logits
         # Rounding may leave a little less than nothing.
-        self._shift = layer_divergence(plain, scores.log_softmax(-1).unsqueeze(0))[0].clamp(min=0).tolist()
+        self._shift = layer_divergence(plain, scores.unsqueeze(0))[0].clamp(min=0).tolist()
         self._notes = {name: values.tolist() for name, values in record.outputs.annotations.items()}
         self._branches = [_Distribution("branch", name, own.logits) for name, own in record.outputs.items()]
         self._stages = [_Distribution("stage", name, logits) for name, logits in record.picked.stages]

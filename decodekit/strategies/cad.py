@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from decodekit.core.errors import InputError
 from decodekit.core.protocols import TokenStrategy
 from decodekit.core.types import Branch, Need, Outputs, Request, check_ids_or_text
-from decodekit.kernels.layer_divergence import layer_divergence
+from decodekit.kernels.contrast import contrast, layer_divergence
 
 
 class ContextAware(TokenStrategy):
@@ -70,10 +69,9 @@ class ContextAware(TokenStrategy):
         given, prior = outputs["main"].logits, outputs["without_context"].logits
         alpha: float | Tensor = self.alpha
         if self.adaptive:
-            divergence = layer_divergence(given.log_softmax(-1), prior.log_softmax(-1).unsqueeze(0)).squeeze(0)  # [P]
-            outputs.annotate(divergence=divergence)
-            alpha = divergence.unsqueeze(-1)
-        return ((1 + alpha) * given - alpha * prior).masked_fill(given == -math.inf, -math.inf)
+            alpha = layer_divergence(given, prior.unsqueeze(0)).squeeze(0)  # [P]
+            outputs.annotate(divergence=alpha)
+        return contrast(given, prior, alpha)
 
     def _joined(self, context: Any, request: Request) -> tuple[int, ...]:
         if not isinstance(context, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from decodekit.core.protocols import TokenStrategy
 from decodekit.core.types import Branch, Need, Outputs, Request
+from decodekit.kernels.contrast import contrast
 
 
 class ClassifierFree(TokenStrategy):
@@ -47,7 +47,4 @@ class ClassifierFree(TokenStrategy):
 
     def score(self, outputs: Outputs) -> Tensor:
         """[P, V]; a token that the model excludes stays excluded."""
-        given = outputs["main"].logits.log_softmax(-1)
-        negative = outputs["negative"].logits.log_softmax(-1)
-        guided = negative + self.guidance_scale * (given - negative)
-        return guided.masked_fill(given == -math.inf, -math.inf)
+        return contrast(outputs["main"].logits, outputs["negative"].logits, self.guidance_scale, "guided")

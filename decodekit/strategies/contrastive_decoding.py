@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,9 +9,9 @@ from torch import Tensor
 
 from decodekit.core.errors import Refused
 from decodekit.core.options import ModelName
-from decodekit.core.plausibility import implausible
 from decodekit.core.protocols import TokenStrategy
 from decodekit.core.types import Branch, Outputs, Request
+from decodekit.kernels.contrast import contrast
 
 
 class FirstLayers(BaseModel):
@@ -82,16 +81,13 @@ class ContrastiveDecoding(TokenStrategy):
 
     def score(self, outputs: Outputs) -> Tensor:
         """[P, V]: the contrast on the plausible tokens, -inf elsewhere."""
-        expert, ratio = outputs["main"].logits, self.form == "ratio"
+        ratio = self.form == "ratio"
         temperature = self.amateur_temperature or (0.5 if ratio else 1.0)
         beta = self.beta if self.beta is not None else (1.0 if ratio else 0.5)
-        amateur = self._amateur_logits(outputs) / temperature
-        log_probs = expert.log_softmax(-1)
-        scores = log_probs - beta * amateur.log_softmax(-1) if ratio else (1 + beta) * expert - beta * amateur
-        return scores.masked_fill(implausible(log_probs, self.alpha), -math.inf)
+        amateur = self._amateur_logits(outputs)  # before the expert's: one product gives both
+        return contrast(outputs["main"].logits, amateur, beta, self.form, share=self.alpha, temperature=temperature)
 
     def _amateur_logits(self, outputs: Outputs) -> Tensor:
         if isinstance(self.amateur, str):
             return outputs["amateur"].logits
-        main = outputs["main"]
-        return main.readout(main.hidden(self.amateur.layers), norm=self.amateur.norm)
+        return outputs["main"].early(norm=self.amateur.norm)[0]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from decodekit.core.constants import constant
 from decodekit.core.errors import Refused
-from decodekit.core.plausibility import implausible
 from decodekit.core.protocols import TokenStrategy
 from decodekit.core.types import Need, Outputs
-from decodekit.kernels.layer_divergence import Divergence, layer_divergence
+from decodekit.kernels.contrast import Divergence, contrast_layers
 
 
 class Dola(TokenStrategy):
@@ -69,14 +66,12 @@ class Dola(TokenStrategy):
     def score(self, outputs: Outputs) -> Tensor:
         """[P, V]: the log-ratio on the plausible tokens, -inf elsewhere."""
         main, official = outputs["main"], self.mode == "compat"
-        hidden = torch.stack([main.hidden(layer) for layer in main.layers])  # [C, P, H]
-        early = main.readout(hidden, norm=self.early_norm, finish=not official).log_softmax(-1)  # [C, P, V]
-        final = main.logits.log_softmax(-1)
-        divergence = layer_divergence(final, early, self.divergence or ("official" if official else "jsd"))  # [C, P]
-        chosen = divergence.argmax(0)  # [P]
-        outputs.annotate(
-            premature_layer=constant(main.layers, chosen.device)[chosen],
-            divergence=divergence.gather(0, chosen.unsqueeze(0)).squeeze(0),
+        early = main.early(norm=self.early_norm, finish=not official)  # [C, P, V]
+        scores, chosen, divergence = contrast_layers(
+            main.logits,
+            early,
+            share=self.relative_top,
+            divergence=self.divergence or ("official" if official else "jsd"),
         )
-        premature = early[chosen, torch.arange(len(chosen), device=chosen.device)]  # [P, V]
-        return (final - premature).masked_fill(implausible(final, self.relative_top), -math.inf)
+        outputs.annotate(premature_layer=constant(main.layers, chosen.device)[chosen], divergence=divergence)
+        return scores

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from decodekit.core.draft_heads import Head, run_head
 from decodekit.core.errors import InputError, Refused
-from decodekit.core.heads import readout
+from decodekit.core.heads import Readout
 from decodekit.drafters.eagle import EagleHead, head_config
 from decodekit.drafters.medusa import Medusa
 from decodekit.drafters.mtp import Mtp
@@ -73,7 +73,7 @@ def test_a_head_reads_piecewise_what_it_reads_at_once() -> None:
     model = few("dense")
     own = EagleHead(head_config(EAGLE_LAYER, 32)).double()
     embed = model.get_input_embeddings()
-    head = Head(lambda ids, hidden: own.fuse(embed(ids), hidden), own.decoder, readout(model))
+    head = Head(lambda ids, hidden: own.fuse(embed(ids), hidden), own.decoder, Readout(model))
     generator = torch.Generator().manual_seed(1)
     hidden = [torch.randn(count, 32, generator=generator, dtype=torch.float64) for count in (9, 5)]
     tokens = [torch.randint(3, 7, (len(states),), generator=generator).tolist() for states in hidden]

@@ -64,7 +64,8 @@ def test_of_equal_logits_the_lowest_ids_are_kept() -> None:
 def test_kernel_draws_the_tokens_of_the_reference(device, monkeypatch, vocab_size, dtype) -> None:
     from decodekit.kernels.sample import triton
 
-    monkeypatch.setattr(triton, "_TOKENS", 128)
+    for name, tokens in (("_TOKENS", 128), ("_FEW", 16), ("_MANY", 64)):
+        monkeypatch.setattr(triton, name, tokens)
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(1)).mul(2).to(dtype)
     logits[:, 1::5] = -torch.inf
     chosen = (
@@ -95,3 +96,35 @@ def test_log_probabilities_are_those_of_what_is_left(device, options) -> None:
             least = ordered[min(int((ordered.cumsum(0) < options.get("top_p", 1.0)).sum()), 49)]
             kept = kept.masked_fill(kept < max(float(least), options.get("min_p", 0.0) * float(ordered[0])), 0.0)
             assert abs(float((kept[token] / kept.sum()).log()) - logprob) < 1e-5
+
+
+def test_rows_without_a_token_are_told_and_leave_the_others_alone(device, monkeypatch) -> None:
+    from decodekit.kernels.sample import triton
+
+    monkeypatch.setattr(triton, "_TOKENS", 16)
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(2))
+    whole = reference.sample(logits, *filters(5, top_k=9, top_p=0.9), *draws(5)).tolist()
+    logits[1, 30], logits[2], logits[3, 4] = torch.nan, -torch.inf, torch.inf
+    for options in ({"top_k": 9, "top_p": 0.9}, {}, {"top_p": 0.5}):
+        given = [tensor.to(device) for tensor in (logits, *filters(5, **options), *draws(5))]
+        for op in (reference.sample, triton.sample):
+            broken = torch.zeros(5, dtype=torch.bool, device=device)
+            tokens = op(*given, broken=broken).tolist()
+            assert broken.tolist() == [False, True, True, True, False]
+            assert tokens[1:4] == [0, 0, 0]
+            if "top_k" in options:
+                assert [tokens[0], tokens[4]] == [whole[0], whole[4]]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.7}, {"top_k": 300, "top_p": 0.9, "min_p": 0.01}])
+@pytest.mark.parametrize("spread", [0.05, 2.0, 30.0])
+def test_flat_and_steep_rows_draw_the_tokens_of_the_reference(device, monkeypatch, spread, options) -> None:
+    from decodekit.kernels.sample import triton
+
+    for name, tokens in (("_TOKENS", 256), ("_FEW", 64), ("_MANY", 256)):
+        monkeypatch.setattr(triton, name, tokens)
+    logits = torch.randn(4, 1500, generator=torch.Generator().manual_seed(3)).mul(spread)
+    logits[3] = logits[3].round()  # many ties
+    arguments = logits, *filters(4, temperature=0.8, **options), *draws(4, seed=5)
+    tokens = triton.sample(*(argument.to(device) for argument in arguments))
+    assert tokens.tolist() == reference.sample(*arguments).tolist()

@@ -19,6 +19,7 @@ from decodekit.runtime.constraining import RowConstraint
 from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.paged_session import PagedSession
+from decodekit.strategies.dola import Dola
 from decodekit.testing import tiny_model
 from tests.runtime.schedules import live_once
 
@@ -102,6 +103,56 @@ def test_tokens_are_those_of_single_steps(steps, family, recipe) -> None:
     assert torch.equal(decode(model, recipe), expected)
     assert steps["steps"] == 23
     assert steps["ends"] == [True]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"kind": "dola"},
+        {"kind": "dola", "early_norm": True},
+        {"kind": "dola", "mode": "compat"},
+        {"kind": "contrastive_decoding", "amateur": {"layers": 1}},
+    ],
+    ids=["plain", "norm", "compat", "amateur"],
+)
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("own", [{}, {"logit_scale": 0.25}, {"final_logit_softcapping": 2.0}], ids=["", "scale", "cap"])
+def test_one_product_gives_the_logits_of_all_layers(steps, own, strategy) -> None:
+    model = with_head(**own)
+    recipe = {"strategy": strategy}
+    expected = one_by_one(model, recipe)
+    head, rows = model.get_output_embeddings(), []
+    forward = head.forward
+
+    def counted(hidden):
+        rows.append(hidden.shape[:-1].numel())
+        return forward(hidden)
+
+    head.forward = counted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decodekit.runtime.graphs.hooked", lambda model: False)
+        assert torch.equal(decode(model, recipe), expected)
+    assert steps["steps"] == 23
+    layers = 1 if "amateur" in strategy else len(Dola(**strategy).hidden_layers(model.config))
+    # Once a step and once for the capture; beside it, the model's own head is given nothing.
+    assert sorted(filter(None, rows))[-24:] == [3 * (1 + layers)] * 24
+    assert rows.count(0) == 24
+
+
+def with_head(**own):
+    """A tiny model whose logits are scaled or capped as its configuration says."""
+    from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    options = {"vocab_size": 97, "initializer_range": 0.5, **sizes, **own}
+    torch.manual_seed(0)
+    if "final_logit_softcapping" in own:
+        model = Gemma2ForCausalLM(Gemma2Config(num_key_value_heads=2, head_dim=8, **options))
+    elif own:
+        model = CohereForCausalLM(CohereConfig(**options))
+    else:
+        return tiny_model("dense", dtype=torch.float64)
+    return model.double().eval()
 
 
 def test_branches_are_fed_the_same_token(steps, dense) -> None:

@@ -5,7 +5,7 @@ from transformers import LlamaConfig
 import decodekit
 from decodekit.core.errors import Refused
 from decodekit.core.types import BranchOutputs, Outputs
-from decodekit.kernels.layer_divergence import layer_divergence
+from decodekit.kernels.contrast import layer_divergence
 from decodekit.strategies.dola import Dola
 from decodekit.testing import check_strategy, tiny_model
 from tests.strategies.golden import DEMO, TINY, golden_model, left_pad, prompt_ids, representative
@@ -142,7 +142,7 @@ def test_early_layers_pass_the_models_scale_and_softcap(family: str) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         out = model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
-        read = heads.readout(model)
+        read = heads.Readout(model)
         torch.testing.assert_close(read(out.hidden_states[-1]), out.logits)
         assert not torch.allclose(read(out.hidden_states[-1], finish=False), out.logits)
         normed = heads.final_norm(model)(out.hidden_states[1])

@@ -19,10 +19,11 @@ def sample(
     seeds: Tensor,
     counters: Tensor,
     logprobs: Tensor | None = None,
+    broken: Tensor | None = None,
 ) -> Tensor:
     """See :func:`decodekit.kernels.sample.reference.sample`; on a GPU Triton kernels, which sort nothing."""
     if triton_runs(logits.device):
         from decodekit.kernels.sample import triton
 
-        return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, counters, logprobs)
-    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, counters, logprobs)
+        return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, counters, logprobs, broken)
+    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, counters, logprobs, broken)

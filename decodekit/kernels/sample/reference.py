@@ -19,20 +19,23 @@ def sample(
     seeds: Tensor,
     counters: Tensor,
     logprobs: Tensor | None = None,
+    broken: Tensor | None = None,
 ) -> Tensor:
     """Draw one token a row by inverse CDF, in vocabulary order, from what the filters leave, applied in this order.
 
     Equal logits are kept by lowest id. The draw is the first uniform of Philox4x32-10, as ``tl.rand`` maps it.
 
     Args:
-        logits: [P, V]; the largest of a row is finite.
+        logits: [P, V]; a row whose largest is NaN or not finite has no token to draw, and gets 0.
         temperature: [P] float32; 0 takes the most likely token.
         top_k: [P] int32, tokens to keep, V or more for all (Fan et al., 2018, arXiv:1805.04833).
         top_p: [P] float32, least mass of the most likely tokens to keep; 1 for all (Holtzman et al., 2020, arXiv:1904.09751).
         min_p: [P] float32, least share of the best token's probability; 0 for all (Nguyen et al., 2024, arXiv:2407.01082).
         seeds: [P] int64, Philox keys.
         counters: [P, 4] int32, Philox counters.
-        logprobs: [P] float32, filled with the log-probability (nats) of each drawn token among those that are left.
+        logprobs: [P] floating, filled with the log-probability (nats) of each drawn token among those that are left; NaN
+            where there is none.
+        broken: [P] bool, filled with which rows have no token to draw.
 
     Returns:
         [P] int64.
@@ -43,6 +46,7 @@ def sample(
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(vocab_size, device=logits.device).expand_as(order))
     best = scaled.amax(-1, keepdim=True)
+    without = ~best.squeeze(1).isfinite()
     weights = (scaled - best).exp().masked_fill_(rank >= top_k.unsqueeze(1), 0.0)
     # The mass of the tokens before this one: the token that passes p is still kept.
     leading = weights.gather(1, order)
@@ -56,7 +60,9 @@ def sample(
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=vocab_size - 1)
     if logprobs is not None:
         logprobs.copy_((weights.gather(1, tokens).squeeze(1) / cumulative[:, -1]).log())
-    return tokens.squeeze(1)
+    if broken is not None:
+        broken.copy_(without)
+    return tokens.squeeze(1).masked_fill_(without, 0)
 
 
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:

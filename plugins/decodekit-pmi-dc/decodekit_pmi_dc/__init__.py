@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from decodekit import Branch, Decoder, Need, Outputs, Request, TokenStrategy, load
-from decodekit.core.plausibility import implausible
+from decodekit.kernels.contrast import contrast
 
 
 class PmiDc(TokenStrategy):
@@ -39,8 +38,7 @@ class PmiDc(TokenStrategy):
 
     def score(self, outputs: Outputs) -> Tensor:
         """[P, V]: the information on the plausible tokens, -inf elsewhere."""
-        given, domain = (outputs[name].logits.log_softmax(-1) for name in ("main", "premise"))
-        return (given - domain).masked_fill(implausible(given, self.alpha), -torch.inf)
+        return contrast(outputs["main"].logits, outputs["premise"].logits, 1.0, "ratio", share=self.alpha)
 
 
 def rank(
