@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decodekit.cache.stepping import SteppedCache
 from decodekit.cache.steps import Step
+from decodekit.cache.storage import FullStore
 from decodekit.core import compat
 from decodekit.core.errors import InputError, Refused
 
@@ -41,19 +42,24 @@ class GatheredCache(SteppedCache):
                 f"{step.query_length}"
             )
         write, read, chosen = step.slots[number].on(key_states.device)
-        keys = key_states.detach().transpose(1, 2).flatten(0, 1)
-        values = value_states.detach().transpose(1, 2).flatten(0, 1)
+        new = [key_states.detach(), value_states.detach()]
         if (store := self._stores.get(layer_idx)) is None:
-            store = self._stores[layer_idx] = self._new_store(number, keys, values)
-        store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
+            store = self._stores[layer_idx] = self._new_store(number, *map(_by_token, new))
+        if isinstance(store, FullStore) and store.joins:
+            new = [store.join(*new)]
+            [joined] = map(_by_token, new)
+            store.write_joined(write, joined if chosen is None else joined[chosen])
+        else:
+            keys, values = map(_by_token, new)
+            store.write(write, *((keys, values) if chosen is None else (keys[chosen], values[chosen])))
+            new = [part.to(self._dtype or part.dtype) for part in new]
+        step.written.add(layer_idx)
         if step.direct:
-            step.written.add(layer_idx)
             return key_states, value_states
-        new = (part.detach().to(self._dtype or part.dtype) for part in (key_states, value_states))
-        keys, values = self.groups[number].rectangle.read(layer_idx, store, read, *new)
+        parts = self.groups[number].rectangle.read(layer_idx, store, read, new)
+        keys, values = store.split(parts) if isinstance(store, FullStore) else parts
         if (turn := step.slots[number].turn) is not None:
             keys = turn(keys)
-        step.written.add(layer_idx)
         if key_states.requires_grad and torch.is_grad_enabled():
             keys, values = _NoBackward.apply(keys, key_states), _NoBackward.apply(values, value_states)
         return keys, values
@@ -183,6 +189,11 @@ class GatheredCache(SteppedCache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rows={len(self.rows)}, layers={len(self.layers)}, groups={len(self.groups)})"
+
+
+def _by_token(part: Tensor) -> Tensor:
+    """[R, H, q, D] as [R * q, H, D]."""
+    return part.transpose(1, 2).flatten(0, 1)
 
 
 class _NoBackward(torch.autograd.Function):

@@ -84,6 +84,10 @@ class QuantizedStore:
             gathered.append(numbers.unflatten(0, slots.shape))
         return gathered[0], gathered[1]
 
+    def gather(self, slots: Tensor) -> list[Tensor]:
+        """The same, [R, H, T, D] and [R, H, T, Dv]."""
+        return [part.transpose(1, 2) for part in self.read(slots)]
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, [n] int64 each; no block is both a source and a target. Codes are copied as they are."""
         source, target = source.to(self._places.device), target.to(self._places.device)

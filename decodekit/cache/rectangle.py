@@ -34,7 +34,7 @@ class Rectangle:
 
     _tables: Sequence[BlockTable]
     _ends: list[int]
-    _kept: dict[int, tuple[Tensor, Tensor]]
+    _kept: dict[int, list[Tensor]]
     _origin: int
     _room: int
     _adds: bool
@@ -85,27 +85,25 @@ class Rectangle:
         self._seen = slice(first - self._origin, stop - self._origin)
         return spare
 
-    def read(self, layer: int, store: KVStore, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer's queries see, [R, H, T, D] and [R, H, T, Dv]: views that are not to be edited.
+    def read(self, layer: int, store: KVStore, slots: Tensor, new: Sequence[Tensor]) -> list[Tensor]:
+        """What a layer's queries see, as the store gathers it: views that are not to be edited.
 
         Args:
             layer: its number.
             store: its K/V, the new ones among them.
             slots: [R, ...] of the columns that :meth:`begin` said to gather.
-            keys: [R, H, q, D] of the new columns, rounded as the store rounds them.
-            values: [R, H, q, Dv] likewise.
+            new: the new columns as the store would gather them, rounded as it rounds them.
         """
         if self._adds:
-            kept = self._kept[layer]
-            place = slice(self._seen.stop - keys.shape[2], self._seen.stop)
-            kept[0][:, :, place], kept[1][:, :, place] = keys, values
+            kept, count = self._kept[layer], new[0].shape[2]
+            for own, part in zip(kept, new, strict=True):
+                own.narrow(2, self._seen.stop - count, count).copy_(part)
         else:
             with torch.inference_mode(False):  # later steps write into it, in whatever mode they are
-                gathered = store.read(slots)
-            kept = gathered[0].transpose(1, 2), gathered[1].transpose(1, 2)
+                kept = store.gather(slots)
             if self._room:
                 self._kept[layer] = kept
-        return kept[0][:, :, self._seen], kept[1][:, :, self._seen]
+        return [own.narrow(2, self._seen.start, self._seen.stop - self._seen.start) for own in kept]
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,9 @@ class KVStore(Protocol):
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gather ``slots`` [R, T]: keys [R, T, H, D] and values [R, T, H, Dv], of the model's dtype."""
 
+    def gather(self, slots: Tensor) -> list[Tensor]:
+        """The same, [R, H, T, D] and [R, H, T, Dv]; or both in one, as :meth:`FullStore.join` has them."""
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, [n] int64 each; no block is both a source and a target."""
 
@@ -66,6 +69,9 @@ class FullStore:
         keys: [N, H, D] the first keys, for their width, dtype and device.
         values: [N, H, Dv] the first values.
         dtype: what to keep them in; ``None`` keeps the model's.
+
+    Attributes:
+        joins: keys and values are written and gathered as one: both are of one width, and no kernel takes them apart.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class FullStore:
         self._heads = keys.shape[1]
         # Of one width they lie in one tensor, and every read and write is one operation instead of two.
         joined = keys.shape[2] == values.shape[2]
+        self.joins = joined and not triton_runs(keys.device)
         shapes = [(self._heads + values.shape[1], keys.shape[2])] if joined else [keys.shape[1:], values.shape[1:]]
         with torch.inference_mode(False):
             self._stored = [
@@ -98,20 +105,37 @@ class FullStore:
         if triton_runs(self.device):
             kv_write(self.keys, self.values, slots, keys, values)
             return
-        # Elsewhere one operation over both costs less than one for each.
-        new = [torch.cat([keys, values], dim=1)] if len(self._stored) == 1 else [keys, values]
-        for stored, part in zip(self._stored, new, strict=True):
+        if self.joins:
+            self.write_joined(slots, self.join(keys, values))
+            return
+        for stored, part in zip(self._stored, (keys, values), strict=True):
             stored.index_copy_(1, slots, part.transpose(0, 1).to(stored.dtype))
+
+    def join(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Keys and values [N, H, ..., D] as they are kept, [N, H + H, ..., D]."""
+        return torch.cat([keys, values], dim=1).to(self._stored[0].dtype)
+
+    def write_joined(self, slots: Tensor, joined: Tensor) -> None:
+        """As :meth:`write`, of what :meth:`join` gave for [N, H, D]."""
+        self._stored[0].index_copy_(1, slots, joined.transpose(0, 1))
+
+    def split(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What :meth:`gather` gave, or a part of its columns, as keys and values."""
+        if len(parts) == 1:
+            return parts[0].narrow(1, 0, self._heads), parts[0].narrow(1, self._heads, parts[0].shape[1] - self._heads)
+        return parts[0], parts[1]
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`KVStore`."""
-        flat = slots.flatten()
-        return self._split([stored.index_select(1, flat).unflatten(1, slots.shape) for stored in self._stored])
+        keys, values = self.split(self.gather(slots))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def _split(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """[H + H, R, T, D], or keys and values apart, as keys and values [R, T, H, D]."""
-        keys, values = (parts[0][: self._heads], parts[0][self._heads :]) if len(parts) == 1 else parts
-        return keys.permute(1, 2, 0, 3).to(self._dtype), values.permute(1, 2, 0, 3).to(self._dtype)
+    def gather(self, slots: Tensor) -> list[Tensor]:
+        """See :class:`KVStore`."""
+        flat = slots.flatten()
+        parts = [stored.index_select(1, flat).unflatten(1, slots.shape) for stored in self._stored]
+        parts = [part.transpose(0, 1).to(self._dtype) for part in parts]
+        return parts if self.joins or len(parts) == 2 else [*parts[0].tensor_split([self._heads], dim=1)]
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See :class:`KVStore`."""
