@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from decodekit.kernels.paged_attention.plan import Part, plan_parts
+from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
 
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: KV,
+    value_cache: KV,
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
@@ -37,7 +38,7 @@ def paged_attention(
 
     Args:
         query: [N, Hq, D] the queries of all rows, one row after the other.
-        key_cache: [S, Hk, D]; head h of the keys serves the query heads ``h * Hq / Hk`` and on.
+        key_cache: [S, Hk, D], as numbers or quantized; head h of the keys serves the query heads ``h * Hq / Hk`` and on.
         value_cache: [S, Hk, Dv].
         block_table: [R, B] int, block ``i`` has tokens ``i * block_size`` and on; -1 where a window let go.
         lengths: [R] int, tokens of each row, the queries' own included; 0 for an empty row.
@@ -80,13 +81,13 @@ def paged_attention(
     return output.to(query.dtype)
 
 
-def check(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:
+def check(query: Tensor, key_cache: KV, value_cache: KV, sinks: Tensor | None) -> None:
     """Refuse shapes that do not fit together.
 
     Raises:
         ValueError: says which.
     """
-    if query.ndim != 3 or key_cache.ndim != 3 or value_cache.shape[:2] != key_cache.shape[:2]:
+    if query.ndim != 3 or len(key_cache.shape) != 3 or value_cache.shape[:2] != key_cache.shape[:2]:
         raise ValueError(
             f"query {list(query.shape)}, key_cache {list(key_cache.shape)}, value_cache {list(value_cache.shape)} "
             "should be [N, Hq, D], [S, Hk, D] and [S, Hk, Dv]"
@@ -100,8 +101,12 @@ def check(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor |
         raise ValueError(f"sinks have shape {list(sinks.shape)}; {heads} query heads need [{heads}]")
 
 
-def _read(cache: Tensor, slots: Tensor | slice) -> Tensor:
+def _read(cache: KV, slots: Tensor | slice) -> Tensor:
     """[G, T, H, D]."""
+    if isinstance(cache, QuantizedKV):
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=cache.codes.device)[None]
+        return cache.read(slots.flatten()).unflatten(0, slots.shape)
     if isinstance(slots, slice):
         return cache[slots][None]
     return cache.index_select(0, slots.flatten()).unflatten(0, slots.shape)

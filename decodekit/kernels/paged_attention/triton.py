@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
+from decodekit.kernels.paged_attention.dequantize import load_quantized
+from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
 from decodekit.kernels.paged_attention.work import COLUMNS, Work
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -24,8 +26,8 @@ _MERGED = 16  # parts that are merged at a time
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: KV,
+    value_cache: KV,
     work: Work,
     *,
     block_size: int,
@@ -38,8 +40,8 @@ def paged_attention(
 
     Args:
         query: [N, Hq, D].
-        key_cache: [S, Hk, D], contiguous in its last dimension.
-        value_cache: [S, Hk, Dv], as well.
+        key_cache: [S, Hk, D], contiguous in its last dimension, or quantized.
+        value_cache: [S, Hk, Dv], as the keys.
         work: :func:`~decodekit.kernels.paged_attention.work.plan_work` of the step.
         block_size: tokens a block.
         scale: of the scores.
@@ -58,14 +60,19 @@ def paged_attention(
     widths = {"D": width, "DV": value_width}
     padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in widths.items()}
     tuning: dict[str, Any] = _tuning(query.dtype, max(padded.values()))
+    packed: dict[str, Any] = {"KIND": None}
+    if isinstance(key_cache, QuantizedKV) and isinstance(value_cache, QuantizedKV):
+        packed = _packed(key_cache, value_cache)
+        tuning["KEYS"] = max(tuning["KEYS"], block_size)
+    keys, values = (cache.codes if isinstance(cache, QuantizedKV) else cache for cache in (key_cache, value_cache))
     overlap: dict[str, Any] = {"OVERLAP": overlaps(query.device)}
     if overlap["OVERLAP"]:
         overlap["launch_pdl"] = True
     for tile, items in work.items:
         _attend[(len(items) * key_heads,)](
             query,
-            key_cache,
-            value_cache,
+            keys,
+            values,
             work.table,
             items,
             work.members,
@@ -75,8 +82,8 @@ def paged_attention(
             parts,
             lse,
             *query.stride()[:2],
-            *key_cache.stride()[:2],
-            *value_cache.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
             work.table.stride(0),
             heads,
             key_heads,
@@ -88,6 +95,7 @@ def paged_attention(
             TILE=tile,
             **widths,
             **padded,
+            **packed,
             **tuning,
             **overlap,
         )
@@ -106,6 +114,20 @@ def paged_attention(
             **overlap,
         )
     return output
+
+
+def _packed(keys: QuantizedKV, values: QuantizedKV) -> dict[str, Any]:
+    return {
+        "key_scales": keys.scales,
+        "value_scales": values.scales,
+        "key_pool": keys.residual,
+        "value_pool": values.residual,
+        "places": keys.places,
+        "KIND": keys.kind,
+        "KEY_BYTES": keys.codes.shape[2],
+        "VALUE_BYTES": values.codes.shape[2],
+        "LARGEST": min(torch.finfo(keys.dtype).max, torch.finfo(torch.float32).max),
+    }
 
 
 def _tuning(dtype: torch.dtype, width: int) -> dict[str, int]:
@@ -150,6 +172,15 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAP: tl.constexpr,
+    KIND: tl.constexpr,
+    key_scales=None,
+    value_scales=None,
+    key_pool=None,
+    value_pool=None,
+    places=None,
+    KEY_BYTES: tl.constexpr = 0,
+    VALUE_BYTES: tl.constexpr = 0,
+    LARGEST: tl.constexpr = 0.0,
 ):
     if OVERLAP:
         gdc_launch_dependents()
@@ -177,8 +208,9 @@ def _attend(
             lowest = tl.maximum(first_key, tl.min(tl.where(live, position, 2147483647), 0) - window + 1)
     query_head = head * GROUP + column % GROUP
     dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    keys += head.to(tl.int64) * stride_kh + dim[None, :]
-    values += head.to(tl.int64) * stride_vh + value_dim[None, :]
+    if KIND is None:
+        keys += head.to(tl.int64) * stride_kh + dim[None, :]
+        values += head.to(tl.int64) * stride_vh + value_dim[None, :]
     table += row.to(tl.int64) * stride_t
     ones = tl.full([16, KEYS], 1.0, query.dtype.element_ty)
     offset = tl.arange(0, KEYS)
@@ -201,19 +233,29 @@ def _attend(
             highest = tl.where(whole, sink * _LOG2_E, highest)
             totals += tl.where(whole, 1.0, 0.0)[None, :]
         result = tl.zeros([BLOCK_DV, TILE], tl.float32)
-        block = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
-        for begin in range(start, stop, KEYS):
+        # Of quantized keys whole blocks are read, which share their scales.
+        aligned = start if KIND is None else start - start % BLOCK_SIZE
+        block, spot = _blocks(table, places, aligned, stop, BLOCK_SIZE, KEYS, KIND)
+        for begin in range(aligned, stop, KEYS):
             token = begin + offset
-            there = token < stop
-            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+            there = (token >= start) & (token < stop)
+            now, now_spot = block, spot
             # Loaded a step ahead: keys whose address waits for a load are not fetched while others are multiplied.
-            block = tl.load(table + (token + KEYS) // BLOCK_SIZE, mask=token + KEYS < stop, other=0)
-            key_there, value_there = there[:, None], there[:, None]
-            if BLOCK_D != D:
-                key_there = key_there & (dim < D)[None, :]
-            if BLOCK_DV != DV:
-                value_there = value_there & (value_dim < DV)[None, :]
-            key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
+            block, spot = _blocks(table, places, begin + KEYS, stop, BLOCK_SIZE, KEYS, KIND)
+            if KIND is None:
+                slot = now.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+                key_there, value_there = there[:, None], there[:, None]
+                if BLOCK_D != D:
+                    key_there = key_there & (dim < D)[None, :]
+                if BLOCK_DV != DV:
+                    value_there = value_there & (value_dim < DV)[None, :]
+                key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
+            else:
+                by_block = tl.reshape(there, [KEYS // BLOCK_SIZE, BLOCK_SIZE])
+                key = load_quantized(
+                    *(keys, key_scales, key_pool, now, now_spot, by_block, head, key_heads, stride_ks, stride_kh),
+                    *(BLOCK_SIZE, KIND, True, D, BLOCK_D, KEY_BYTES, LARGEST),
+                )
             scores = tl.dot(key, queries, input_precision="ieee") * scale
             if softcap is not None:
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2_E / softcap)) + 1.0))
@@ -226,7 +268,13 @@ def _attend(
             floor = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - floor[None, :])
             decay = tl.exp2(highest - floor)
-            value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
+            if KIND is None:
+                value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
+            else:
+                value = load_quantized(
+                    *(values, value_scales, value_pool, now, now_spot, by_block, head, key_heads, stride_vs, stride_vh),
+                    *(BLOCK_SIZE, KIND, False, DV, BLOCK_DV, VALUE_BYTES, LARGEST),
+                )
             weights = weights.to(value.dtype)
             result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
             # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
@@ -245,6 +293,18 @@ def _attend(
         tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
         tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
         part = tl.where(part >= 0, part + 1, part)
+
+
+@triton.jit
+def _blocks(table, places, begin, stop, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr):
+    """The block of each of the next keys; of quantized ones each block, and where it lies among those that are not."""
+    step: tl.constexpr = 1 if KIND is None else BLOCK_SIZE
+    token = begin + tl.arange(0, KEYS // step) * step
+    block = tl.load(table + token // BLOCK_SIZE, mask=token < stop, other=0)
+    spot = block
+    if KIND is not None:
+        spot = tl.load(places + block, mask=token < stop, other=-1)
+    return block, spot
 
 
 @triton.jit
