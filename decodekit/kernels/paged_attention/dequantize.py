@@ -16,8 +16,8 @@ def load_quantized(
     there,
     head,
     heads,
-    stride_s,
     stride_h,
+    STRIDE_S: tl.constexpr,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
@@ -34,7 +34,7 @@ def load_quantized(
     wanted = there[:, :, None] & (dim < D)[None, None, :]
     slot = block.to(tl.int64)[:, None] * SIZE + offset[None, :]
     sealed = spot < 0
-    packed = codes + slot[:, :, None] * stride_s + head * stride_h + (dim % BYTES)[None, None, :]
+    packed = codes + slot[:, :, None] * STRIDE_S + head * stride_h + (dim % BYTES)[None, None, :]
     code = tl.load(packed, mask=wanted & sealed[:, None, None], other=0)
     levels: tl.constexpr = 1 if KIND == "fp8" else 2
     width: tl.constexpr = D if BY_CHANNEL else 1

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from decodekit.kernels import overlaps
 from decodekit.kernels.paged_attention.dequantize import load_quantized
 from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
-from decodekit.kernels.paged_attention.work import COLUMNS, Work
+from decodekit.kernels.paged_attention.work import COLUMNS, TILES, Work
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -59,11 +59,11 @@ def paged_attention(
     lse = query.new_empty((work.num_parts, heads), dtype=torch.float32)
     widths = {"D": width, "DV": value_width}
     padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in widths.items()}
-    tuning: dict[str, Any] = _tuning(query.dtype, max(padded.values()))
+    keys_a_step, stages = _tuning(query.dtype, max(padded.values()))
     packed: dict[str, Any] = {"KIND": None}
     if isinstance(key_cache, QuantizedKV) and isinstance(value_cache, QuantizedKV):
         packed = _packed(key_cache, value_cache)
-        tuning["KEYS"] = max(tuning["KEYS"], block_size)
+        keys_a_step = max(keys_a_step, block_size)
     keys, values = (cache.codes if isinstance(cache, QuantizedKV) else cache for cache in (key_cache, value_cache))
     overlap: dict[str, Any] = {"OVERLAP": overlaps(query.device)}
     if overlap["OVERLAP"]:
@@ -82,8 +82,8 @@ def paged_attention(
             parts,
             lse,
             *query.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
+            keys.stride(1),
+            values.stride(1),
             work.table.stride(0),
             heads,
             key_heads,
@@ -93,11 +93,16 @@ def paged_attention(
             BLOCK_SIZE=block_size,
             GROUP=work.group,
             TILE=tile,
+            KEYS=keys_a_step,
+            STRIDE_KS=keys.stride(0),
+            STRIDE_VS=values.stride(0),
             **widths,
             **padded,
             **packed,
-            **tuning,
             **overlap,
+            # So much less shared memory lets twice as many programs of wide items run at once.
+            num_stages=stages if tile < TILES[1] else min(stages, 2),
+            num_warps=4,
         )
     if len(work.merges):
         _merge[(len(work.merges), heads)](
@@ -130,12 +135,13 @@ def _packed(keys: QuantizedKV, values: QuantizedKV) -> dict[str, Any]:
     }
 
 
-def _tuning(dtype: torch.dtype, width: int) -> dict[str, int]:
+def _tuning(dtype: torch.dtype, width: int) -> tuple[int, int]:
+    """Keys a step, on which a row's bits depend, and steps that are loaded ahead."""
     # Measured on an H200. Fewer keys a step read a little faster with many rows and are much slower with few; wide heads have
     # no room in shared memory for more, single precision none in registers.
     if dtype == torch.float32:
-        return {"KEYS": 32, "num_stages": 1, "num_warps": 4}
-    return {"KEYS": 64 if width <= 128 else 32, "num_stages": 3, "num_warps": 4}
+        return 32, 1
+    return (64 if width <= 128 else 32), 3
 
 
 @triton.jit
@@ -153,9 +159,7 @@ def _attend(
     lse,
     stride_qn,
     stride_qh,
-    stride_ks,
     stride_kh,
-    stride_vs,
     stride_vh,
     stride_t,
     heads,
@@ -167,6 +171,8 @@ def _attend(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -249,12 +255,12 @@ def _attend(
                     key_there = key_there & (dim < D)[None, :]
                 if BLOCK_DV != DV:
                     value_there = value_there & (value_dim < DV)[None, :]
-                key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
+                key = tl.load(keys + slot[:, None] * STRIDE_KS, mask=key_there, other=0.0)
             else:
                 by_block = tl.reshape(there, [KEYS // BLOCK_SIZE, BLOCK_SIZE])
                 key = load_quantized(
-                    *(keys, key_scales, key_pool, now, now_spot, by_block, head, key_heads, stride_ks, stride_kh),
-                    *(BLOCK_SIZE, KIND, True, D, BLOCK_D, KEY_BYTES, LARGEST),
+                    *(keys, key_scales, key_pool, now, now_spot, by_block, head, key_heads, stride_kh),
+                    *(STRIDE_KS, BLOCK_SIZE, KIND, True, D, BLOCK_D, KEY_BYTES, LARGEST),
                 )
             scores = tl.dot(key, queries, input_precision="ieee") * scale
             if softcap is not None:
@@ -269,11 +275,11 @@ def _attend(
             weights = tl.exp2(scores - floor[None, :])
             decay = tl.exp2(highest - floor)
             if KIND is None:
-                value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
+                value = tl.load(values + slot[:, None] * STRIDE_VS, mask=value_there, other=0.0)
             else:
                 value = load_quantized(
-                    *(values, value_scales, value_pool, now, now_spot, by_block, head, key_heads, stride_vs, stride_vh),
-                    *(BLOCK_SIZE, KIND, False, DV, BLOCK_DV, VALUE_BYTES, LARGEST),
+                    *(values, value_scales, value_pool, now, now_spot, by_block, head, key_heads, stride_vh),
+                    *(STRIDE_VS, BLOCK_SIZE, KIND, False, DV, BLOCK_DV, VALUE_BYTES, LARGEST),
                 )
             weights = weights.to(value.dtype)
             result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
