@@ -144,7 +144,8 @@ def _tuning(dtype: torch.dtype, width: int) -> tuple[int, int]:
     return (64 if width <= 128 else 32), 3
 
 
-@triton.jit
+# Of each step's own size or place in the plan: none of them may have the kernel compiled once more.
+@triton.jit(do_not_specialize=["stride_t"], do_not_specialize_on_alignment=["items", "members", "grown"])
 def _attend(
     query,
     keys,
@@ -313,7 +314,7 @@ def _blocks(table, places, begin, stop, BLOCK_SIZE: tl.constexpr, KEYS: tl.const
     return block, spot
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["merges"])
 def _merge(
     merges,
     parts,
