@@ -11,7 +11,7 @@ from torch import Tensor
 from decodekit.kernels import triton_runs
 from decodekit.kernels.paged_attention import quantized, reference
 from decodekit.kernels.paged_attention.fixed import FixedWork, WorkShape
-from decodekit.kernels.paged_attention.plan import Part, plan_parts
+from decodekit.kernels.paged_attention.plan import Part, Tree, plan_parts
 from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
 from decodekit.kernels.paged_attention.work import Work, next_split, plan_work
 
@@ -20,6 +20,7 @@ __all__ = [
     "FixedWork",
     "Part",
     "QuantizedKV",
+    "Tree",
     "Work",
     "WorkShape",
     "next_split",
@@ -85,6 +86,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tree: Tree | None = None,
     parts: Work | Sequence[Part] | None = None,
 ) -> Tensor:
     """See :func:`decodekit.kernels.paged_attention.reference.paged_attention`; ``parts`` is a :func:`plan_attention`.
@@ -102,8 +104,11 @@ def paged_attention(
         "window": window,
         "softcap": softcap,
         "sinks": sinks,
+        "tree": tree,
     }
     if isinstance(parts, Work):
+        if tree is not None:
+            reference.check_tree(query, tree, window)
         from decodekit.kernels.paged_attention import triton
 
         return triton.paged_attention(query, key_cache, value_cache, parts, **options)

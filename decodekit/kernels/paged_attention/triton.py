@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
 from decodekit.kernels.paged_attention.dequantize import load_quantized
+from decodekit.kernels.paged_attention.plan import Tree
 from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
 from decodekit.kernels.paged_attention.work import COLUMNS, TILES, Work
 
@@ -35,6 +36,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tree: Tree | None = None,
 ) -> Tensor:
     """As the reference; the tables, lengths and window are those that ``work`` was planned for.
 
@@ -48,6 +50,7 @@ def paged_attention(
         window: tokens a query sees, itself included; ``None``: all.
         softcap: see the reference.
         sinks: [Hq], see the reference.
+        tree: see the reference.
 
     Returns:
         [N, Hq, Dv]; bit for bit the same for a row whatever rows are beside it.
@@ -96,6 +99,9 @@ def paged_attention(
             KEYS=keys_a_step,
             STRIDE_KS=keys.stride(0),
             STRIDE_VS=values.stride(0),
+            ancestors=None if tree is None else tree.ancestors.contiguous(),
+            tree_start=None if tree is None else tree.start,
+            WORDS=0 if tree is None else tree.ancestors.shape[1],
             **widths,
             **padded,
             **packed,
@@ -180,6 +186,9 @@ def _attend(
     BLOCK_DV: tl.constexpr,
     OVERLAP: tl.constexpr,
     KIND: tl.constexpr,
+    ancestors=None,
+    tree_start=None,
+    WORDS: tl.constexpr = 0,
     key_scales=None,
     value_scales=None,
     key_pool=None,
@@ -229,6 +238,9 @@ def _attend(
         mask=live[None, :] & (dim < D)[:, None],
         other=0.0,
     )
+    if ancestors is not None:
+        branches = tl.load(tree_start + place, mask=live, other=2147483647)
+        first_new = tl.min(branches, 0)
     for split in range(first_key, last_key, size):
         start, stop = tl.maximum(split, lowest), tl.minimum(split + size, highest_key)
         highest = tl.full([TILE], float("-inf"), tl.float32)
@@ -269,6 +281,14 @@ def _attend(
             visible = there[:, None] & (token[:, None] <= position[None, :])
             if window is not None:
                 visible = visible & (token[:, None] > position[None, :] - window)
+            if ancestors is not None:
+                if begin + KEYS > first_new:
+                    after = token[:, None] - branches[None, :]
+                    word = ancestors + (place * WORDS)[None, :] + after // 32
+                    bit = tl.load(word, mask=live[None, :] & (after >= 0) & (after < 32 * WORDS), other=0) >> (
+                        after & 31
+                    )
+                    visible = visible & ((after < 0) | ((bit & 1) != 0))
             scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 0))
             # Finite, where a query saw nothing yet: -inf - -inf is NaN.
