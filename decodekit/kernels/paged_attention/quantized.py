@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,21 @@ class QuantizedKV:
 
 KV = Tensor | QuantizedKV
 """Keys or values: [S, H, D]."""
+
+
+def in_place(keys: QuantizedKV, values: QuantizedKV) -> dict[str, Any]:
+    """What the kernel is given of both beside their codes."""
+    return {
+        "key_scales": keys.scales,
+        "value_scales": values.scales,
+        "key_pool": keys.residual,
+        "value_pool": values.residual,
+        "places": keys.places,
+        "KIND": keys.kind,
+        "KEY_BYTES": keys.codes.shape[2],
+        "VALUE_BYTES": values.codes.shape[2],
+        "LARGEST": min(torch.finfo(keys.dtype).max, torch.finfo(torch.float32).max),
+    }
 
 
 def why_torch(cache: QuantizedKV) -> str | None:

@@ -15,14 +15,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
-from decodekit.kernels.paged_attention.dequantize import load_quantized
+from decodekit.kernels.paged_attention.chunks import bounds, load_blocks, load_quantized
 from decodekit.kernels.paged_attention.plan import Tree
-from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
+from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV, in_place
 from decodekit.kernels.paged_attention.work import COLUMNS, TILES, Work
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _COLUMNS = tl.constexpr(COLUMNS)
-_MERGED = 16  # parts that are merged at a time
+_MERGED = 8  # parts that are merged at a time
 
 
 def paged_attention(
@@ -65,7 +65,7 @@ def paged_attention(
     keys_a_step, stages = _tuning(query.dtype, max(padded.values()))
     packed: dict[str, Any] = {"KIND": None}
     if isinstance(key_cache, QuantizedKV) and isinstance(value_cache, QuantizedKV):
-        packed = _packed(key_cache, value_cache)
+        packed = in_place(key_cache, value_cache)
         keys_a_step = max(keys_a_step, block_size)
     keys, values = (cache.codes if isinstance(cache, QuantizedKV) else cache for cache in (key_cache, value_cache))
     overlap: dict[str, Any] = {"OVERLAP": overlaps(query.device)}
@@ -106,7 +106,8 @@ def paged_attention(
             **padded,
             **packed,
             **overlap,
-            # So much less shared memory lets twice as many programs of wide items run at once.
+            # Of wide items twice as many programs run at once with so much less shared memory, and none has registers to spare.
+            FLAT=tile < TILES[1],
             num_stages=stages if tile < TILES[1] else min(stages, 2),
             num_warps=4,
         )
@@ -125,20 +126,6 @@ def paged_attention(
             **overlap,
         )
     return output
-
-
-def _packed(keys: QuantizedKV, values: QuantizedKV) -> dict[str, Any]:
-    return {
-        "key_scales": keys.scales,
-        "value_scales": values.scales,
-        "key_pool": keys.residual,
-        "value_pool": values.residual,
-        "places": keys.places,
-        "KIND": keys.kind,
-        "KEY_BYTES": keys.codes.shape[2],
-        "VALUE_BYTES": values.codes.shape[2],
-        "LARGEST": min(torch.finfo(keys.dtype).max, torch.finfo(torch.float32).max),
-    }
 
 
 def _tuning(dtype: torch.dtype, width: int) -> tuple[int, int]:
@@ -185,6 +172,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FLAT: tl.constexpr,
     KIND: tl.constexpr,
     ancestors=None,
     tree_start=None,
@@ -241,8 +229,16 @@ def _attend(
     if ancestors is not None:
         branches = tl.load(tree_start + place, mask=live, other=2147483647)
         first_new = tl.min(branches, 0)
-    for split in range(first_key, last_key, size):
-        start, stop = tl.maximum(split, lowest), tl.minimum(split + size, highest_key)
+    # Where all splits take one loop, the first keys of the next are on their way while the last of this are multiplied.
+    for outer in range(first_key, last_key, last_key - first_key if FLAT else size):
+        split = outer
+        begin, start, stop = bounds(split, size, lowest, highest_key, BLOCK_SIZE, KIND)
+        steps = tl.cdiv(stop - begin, KEYS)
+        if FLAT:
+            steps = 0
+            for each in range(first_key, last_key, size):
+                its_begin, _, its_stop = bounds(each, size, lowest, highest_key, BLOCK_SIZE, KIND)
+                steps += tl.maximum(tl.cdiv(its_stop - its_begin, KEYS), 1)
         highest = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([16, TILE], tl.float32)
         if sinks is not None:
@@ -252,15 +248,19 @@ def _attend(
             highest = tl.where(whole, sink * _LOG2_E, highest)
             totals += tl.where(whole, 1.0, 0.0)[None, :]
         result = tl.zeros([BLOCK_DV, TILE], tl.float32)
-        # Of quantized keys whole blocks are read, which share their scales.
-        aligned = start if KIND is None else start - start % BLOCK_SIZE
-        block, spot = _blocks(table, places, aligned, stop, BLOCK_SIZE, KEYS, KIND)
-        for begin in range(aligned, stop, KEYS):
+        block, spot = load_blocks(table, places, begin, stop, BLOCK_SIZE, KEYS, KIND)
+        for _ in range(steps):
             token = begin + offset
             there = (token >= start) & (token < stop)
-            now, now_spot = block, spot
+            now, now_spot, here, ends = block, spot, begin, begin + KEYS >= stop
+            begin += KEYS
+            if FLAT:
+                split = tl.where(ends, split + size, split)
+                next_begin, next_start, next_stop = bounds(split, size, lowest, highest_key, BLOCK_SIZE, KIND)
+                begin, start = tl.where(ends, next_begin, begin), tl.where(ends, next_start, start)
+                stop = tl.where(ends, next_stop, stop)
             # Loaded a step ahead: keys whose address waits for a load are not fetched while others are multiplied.
-            block, spot = _blocks(table, places, begin + KEYS, stop, BLOCK_SIZE, KEYS, KIND)
+            block, spot = load_blocks(table, places, begin, stop, BLOCK_SIZE, KEYS, KIND)
             if KIND is None:
                 slot = now.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
                 key_there, value_there = there[:, None], there[:, None]
@@ -282,7 +282,7 @@ def _attend(
             if window is not None:
                 visible = visible & (token[:, None] > position[None, :] - window)
             if ancestors is not None:
-                if begin + KEYS > first_new:
+                if here + KEYS > first_new:
                     after = token[:, None] - branches[None, :]
                     word = ancestors + (place * WORDS)[None, :] + after // 32
                     bit = tl.load(word, mask=live[None, :] & (after >= 0) & (after < 32 * WORDS), other=0) >> (
@@ -307,31 +307,48 @@ def _attend(
             # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
             totals = tl.dot(ones, weights, totals * decay[None, :], input_precision="ieee")
             highest = higher
-        total = tl.max(totals, 0)  # all its rows are equal
-        result = result / tl.where(total > 0, total, 1.0)[None, :]
-        kept = (value_dim < DV)[:, None] & live[None, :]
-        where = (place * heads + query_head) * DV
-        tl.store(
-            output + where[None, :] + value_dim[:, None],
-            result.to(output.dtype.element_ty),
-            mask=kept & (part < 0)[None, :],
-        )
-        where = part * heads + query_head
-        tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
-        tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
-        part = tl.where(part >= 0, part + 1, part)
+            if FLAT:
+                if ends:
+                    _store(
+                        *(
+                            output,
+                            parts,
+                            lse,
+                            result,
+                            highest,
+                            totals,
+                            place,
+                            part,
+                            query_head,
+                            live,
+                            heads,
+                            value_dim,
+                            DV,
+                        )
+                    )
+                    part = tl.where(part >= 0, part + 1, part)
+                    highest = tl.full([TILE], float("-inf"), tl.float32)
+                    totals = tl.zeros([16, TILE], tl.float32)
+                    result = tl.zeros([BLOCK_DV, TILE], tl.float32)
+        if not FLAT:
+            _store(*(output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV))
+            part = tl.where(part >= 0, part + 1, part)
 
 
 @triton.jit
-def _blocks(table, places, begin, stop, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr):
-    """The block of each of the next keys; of quantized ones each block, and where it lies among those that are not."""
-    step: tl.constexpr = 1 if KIND is None else BLOCK_SIZE
-    token = begin + tl.arange(0, KEYS // step) * step
-    block = tl.load(table + token // BLOCK_SIZE, mask=token < stop, other=0)
-    spot = block
-    if KIND is not None:
-        spot = tl.load(places + block, mask=token < stop, other=-1)
-    return block, spot
+def _store(
+    output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV: tl.constexpr
+):
+    """What a query has seen of a split goes to its part, or if that is all to the output."""
+    total = tl.max(totals, 0)  # all its rows are equal
+    result = result / tl.where(total > 0, total, 1.0)[None, :]
+    kept = (value_dim < DV)[:, None] & live[None, :]
+    where = (place * heads + query_head) * DV
+    whole = output + where[None, :] + value_dim[:, None]
+    tl.store(whole, result.to(output.dtype.element_ty), mask=kept & (part < 0)[None, :])
+    where = part * heads + query_head
+    tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
+    tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["merges"])

@@ -1,9 +1,32 @@
-"""A chunk of quantized K/V for the attention kernel, dequantized in registers."""
+"""The chunks of keys that the attention kernel reads: where they lie, and quantized ones dequantized in registers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def bounds(split, size, lowest, highest_key, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
+    """Where the steps over a split begin, its first key and where it stops."""
+    start = tl.maximum(split, lowest)
+    begin = start
+    if KIND is not None:
+        # Whole blocks are read, which share their scales.
+        begin = start - start % BLOCK_SIZE
+    return begin, start, tl.minimum(split + size, highest_key)
+
+
+@triton.jit
+def load_blocks(table, places, begin, stop, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr):
+    """The block of each of the next keys; of quantized ones each block, and where it lies among those that are not."""
+    step: tl.constexpr = 1 if KIND is None else BLOCK_SIZE
+    token = begin + tl.arange(0, KEYS // step) * step
+    block = tl.load(table + token // BLOCK_SIZE, mask=token < stop, other=0)
+    spot = block
+    if KIND is not None:
+        spot = tl.load(places + block, mask=token < stop, other=-1)
+    return block, spot
 
 
 @triton.jit
