@@ -214,7 +214,7 @@ def attention(
     layout.check_mask(attention_mask, query.shape[2])
     flat = query.transpose(1, 2).flatten(0, 1)
     if isinstance(keys, QuantizedKV) and (reason := why_torch(flat, keys, values)) is not None:
-        # Dequantized in one go for all layers' calls, they are read once a step; here once a part.
+        # Plain torch would dequantize them part by part; gathered, they are dequantized in one go.
         raise Refused(f"{reason}: quantized K/V are to be gathered")
     output = paged_attention(
         flat,

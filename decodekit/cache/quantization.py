@@ -174,7 +174,6 @@ class QuantizedStore:
             blocks.scales,
             self._residual[part],
             self._places,
-            by_channel=blocks.by_channel,
             kind=blocks.kind,
             read=partial(self._read, part),
         )
@@ -223,7 +222,6 @@ class _QuantizedBlocks:
 
     def __init__(self, num_blocks: int, block_size: int, example: Tensor, kind: str, *, by_channel: bool) -> None:
         self.kind, self._block_size, self._width, self._dtype = kind, block_size, example.shape[-1], example.dtype
-        self.by_channel = by_channel
         self._span, self._dim = (block_size, 1) if by_channel else (1, -1)
         with torch.inference_mode(False):
             codes, scales = self._quantize(example.new_zeros((1, block_size, *example.shape[1:])))

@@ -22,11 +22,10 @@ class QuantizedKV:
 
     Attributes:
         codes: [S, H, B] uint8.
-        scales: [blocks, L, H, D] by channel or [S, L, H, 1], 2 bytes each: lowest and highest number of a group (L is 2), or
-            its power of two (L is 1).
+        scales: of keys [blocks, L, H, D], of a channel in a block; of values [S, L, H, 1], of a token. 2 bytes each: lowest and
+            highest number of a group (L is 2), or its power of two (L is 1).
         residual: [P, block_size, H, D] blocks that are not quantized.
         places: [blocks] int32, where each block lies in ``residual``; -1: it is quantized.
-        by_channel: whether a group is a channel of a head in a block, or a head of a token.
         kind: ``int8``, ``fp8``, ``int4`` or ``int2``.
         read: the numbers of slots [N] int64: [N, H, D], in plain torch.
     """
@@ -35,7 +34,6 @@ class QuantizedKV:
     scales: Tensor
     residual: Tensor
     places: Tensor
-    by_channel: bool
     kind: str
     read: Callable[[Tensor], Tensor]
 
