@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from decodekit.cache.quantization import QuantizedStore
 from decodekit.core.errors import InputError
 from decodekit.kernels import triton_runs
 from decodekit.kernels.apply_bitmask import apply_bitmask
@@ -129,6 +130,8 @@ def _cases(device: torch.device) -> Iterator[Case]:
     for rows, length in ROWS_AND_LENGTHS:
         yield _attention(rows, length, device)
     yield _shared_prefix(64, 8192, device)
+    for kind in ("int8", "int4"):
+        yield _quantized(64, 8192, kind, device)
     for rows in (1, 8, 32):
         yield from _layers(rows, device)
     stored, slots = normal(2 * KV_HEADS, 2**18, WIDTH, dtype=torch.bfloat16), torch.randperm(2**18, device=device)
@@ -203,6 +206,19 @@ def _shared_prefix(rows: int, length: int, device: torch.device) -> Case:
     options = {**shared.ours.keywords, "parts": parts}  # type: ignore[attr-defined]
     ours = partial(paged_attention, query, keys, values, common, *rest, **options)
     return Case("paged_attention", f"{rows} x {length} shared", "apart", ours, apart.ours, shared.nbytes // rows)
+
+
+def _quantized(rows: int, length: int, kind: str, device: torch.device) -> Case:
+    """Blocks that are quantized but for each row's last; the peer is the same kernel over blocks in full precision."""
+    full = _attention(rows, length, device)
+    query, keys, values, table, *rest = full.ours.args  # type: ignore[attr-defined]
+    store = QuantizedStore(table.numel(), BLOCK_SIZE, keys[:1], values[:1], kind)
+    for blocks in table:
+        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
+        store.write(slots, keys[slots], values[slots])
+        store.seal(blocks[:-1])
+    ours = partial(paged_attention, query, store.keys, store.values, table, *rest, **full.ours.keywords)  # type: ignore[attr-defined]
+    return Case("paged_attention", f"{rows} x {length} {kind}", "in full", ours, full.ours, store.nbytes)
 
 
 def _attention(rows: int, length: int, device: torch.device) -> Case:

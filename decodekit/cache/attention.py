@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from decodekit.core.errors import Refused
-from decodekit.kernels.paged_attention import Part, Work, paged_attention, plan_attention, why_torch
+from decodekit.kernels.paged_attention import (
+    KV,
+    Part,
+    QuantizedKV,
+    Work,
+    paged_attention,
+    plan_attention,
+    why_torch,
+)
 
 NAME = "decodekit"
 """The attention implementation's name, for ``set_attn_implementation``."""
@@ -60,7 +68,7 @@ class Layout:
     )
     _checked: Tensor | None = field(default=None, init=False, repr=False)
 
-    def parts(self, query: Tensor, keys: Tensor, values: Tensor) -> Work | list[Part]:
+    def parts(self, query: Tensor, keys: KV, values: KV) -> Work | list[Part]:
         """What is attended to together, for all layers whose heads are as many and whose tensors are alike."""
         reason = why_torch(query, keys, values)
         self.path = "triton" if reason is None else f"torch ({reason})"
@@ -108,8 +116,8 @@ class Step(Protocol):
     def layout(self, layer_idx: int) -> Layout:
         """Where the rows' tokens lie in this layer; the same object for all layers of a cache group."""
 
-    def kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """This layer's storage, [S, Hk, D] and [S, Hk, Dv], the new tokens' K/V included.
+    def kv(self, layer_idx: int) -> tuple[KV, KV]:
+        """This layer's storage, [S, Hk, D] and [S, Hk, Dv], as numbers or quantized, the new tokens' K/V included.
 
         Slot ``s`` is token ``s % block_size`` of block ``s // block_size``.
         """
@@ -205,6 +213,9 @@ def attention(
         raise Refused(f"layer {number} has a window of {sliding_window}, its cache one of {layout.window}")
     layout.check_mask(attention_mask, query.shape[2])
     flat = query.transpose(1, 2).flatten(0, 1)
+    if isinstance(keys, QuantizedKV) and (reason := why_torch(flat, keys, values)) is not None:
+        # Plain torch would dequantize them part by part; gathered, they are dequantized in one go.
+        raise Refused(f"{reason}: quantized K/V are to be gathered")
     output = paged_attention(
         flat,
         keys,

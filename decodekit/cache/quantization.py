@@ -8,12 +8,14 @@ copied and freed as they are, and no row depends on another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from decodekit.core.errors import InputError, nearest
 from decodekit.kernels.kv_quantize import BITS, dequantize, quantize
+from decodekit.kernels.paged_attention import QuantizedKV
 
 
 class QuantizedStore:
@@ -73,16 +75,18 @@ class QuantizedStore:
         Only these tokens are dequantized. Those of residual blocks are exact.
         """
         flat = slots.flatten()
-        places = self._places[flat // self._block_size]
-        quantized, residual = (places < 0).nonzero().squeeze(1), (places >= 0).nonzero().squeeze(1)
-        source = places[residual] * self._block_size + flat[residual] % self._block_size
-        gathered = []
-        for blocks, pool in zip(self._quantized, self._residual, strict=True):
-            numbers = pool.new_empty((len(flat), *pool.shape[2:]))
-            numbers.index_copy_(0, quantized, blocks.read(flat[quantized]))
-            numbers.index_copy_(0, residual, pool.flatten(0, 1).index_select(0, source))
-            gathered.append(numbers.unflatten(0, slots.shape))
-        return gathered[0], gathered[1]
+        keys, values = (self._read(part, flat).unflatten(0, slots.shape) for part in range(2))
+        return keys, values
+
+    @property
+    def keys(self) -> QuantizedKV:
+        """[slots, H, D], to be dequantized where they are read; until the next change."""
+        return self._in_place(0)
+
+    @property
+    def values(self) -> QuantizedKV:
+        """[slots, H, Dv], as the keys."""
+        return self._in_place(1)
 
     def gather(self, slots: Tensor) -> list[Tensor]:
         """The same, [R, H, T, D] and [R, H, T, Dv]."""
@@ -167,6 +171,28 @@ class QuantizedStore:
         held = sum(blocks.nbytes for blocks in self._quantized) + sum(pool.nbytes for pool in self._residual)
         return held + self._places.nbytes
 
+    def _in_place(self, part: int) -> QuantizedKV:
+        blocks = self._quantized[part]
+        return QuantizedKV(
+            blocks.codes,
+            blocks.scales,
+            self._residual[part],
+            self._places,
+            kind=blocks.kind,
+            read=partial(self._read, part),
+        )
+
+    def _read(self, part: int, slots: Tensor) -> Tensor:
+        """The keys or the values of ``slots`` [N]."""
+        blocks, pool = self._quantized[part], self._residual[part]
+        places = self._places[slots // self._block_size]
+        quantized, residual = (places < 0).nonzero().squeeze(1), (places >= 0).nonzero().squeeze(1)
+        source = places[residual] * self._block_size + slots[residual] % self._block_size
+        numbers = pool.new_empty((len(slots), *pool.shape[2:]))
+        numbers.index_copy_(0, quantized, blocks.read(slots[quantized]))
+        numbers.index_copy_(0, residual, pool.flatten(0, 1).index_select(0, source))
+        return numbers
+
     def _make_residual(self, blocks: Tensor, begun: Tensor) -> None:
         free = self._room(len(blocks))
         kept = torch.isin(blocks, begun, invert=True)
@@ -199,25 +225,25 @@ class _QuantizedBlocks:
     """
 
     def __init__(self, num_blocks: int, block_size: int, example: Tensor, kind: str, *, by_channel: bool) -> None:
-        self._kind, self._block_size, self._width, self._dtype = kind, block_size, example.shape[-1], example.dtype
+        self.kind, self._block_size, self._width, self._dtype = kind, block_size, example.shape[-1], example.dtype
         self._span, self._dim = (block_size, 1) if by_channel else (1, -1)
         with torch.inference_mode(False):
             codes, scales = self._quantize(example.new_zeros((1, block_size, *example.shape[1:])))
-            self._codes = codes.new_zeros((num_blocks * len(codes), *codes.shape[1:]))
-            self._scales = scales.new_zeros((num_blocks * len(scales), *scales.shape[1:]))
+            self.codes = codes.new_zeros((num_blocks * len(codes), *codes.shape[1:]))
+            self.scales = scales.new_zeros((num_blocks * len(scales), *scales.shape[1:]))
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self._codes.nbytes + self._scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes
 
     def grow(self, num_blocks: int) -> None:
         """Have room for so many blocks."""
         slots = num_blocks * self._block_size
         with torch.inference_mode(False):
-            self._codes, self._scales = (
+            self.codes, self.scales = (
                 torch.cat([old, old.new_zeros((count - len(old), *old.shape[1:]))])
-                for old, count in ((self._codes, slots), (self._scales, slots // self._span))
+                for old, count in ((self.codes, slots), (self.scales, slots // self._span))
             )
 
     def write(self, blocks: Tensor, numbers: Tensor) -> None:
@@ -227,9 +253,9 @@ class _QuantizedBlocks:
 
     def read(self, slots: Tensor) -> Tensor:
         """The numbers of ``slots`` [N]: [N, H, D]."""
-        codes = self._codes.index_select(0, slots)
-        scales = self._scales.index_select(0, slots // self._span).movedim(1, 0)
-        return dequantize(codes, scales, self._kind, self._width, self._dtype)
+        codes = self.codes.index_select(0, slots)
+        scales = self.scales.index_select(0, slots // self._span).movedim(1, 0)
+        return dequantize(codes, scales, self.kind, self._width, self._dtype)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks."""
@@ -248,8 +274,8 @@ class _QuantizedBlocks:
 
     def _by_block(self) -> tuple[Tensor, Tensor]:
         size = self._block_size
-        return self._codes.unflatten(0, (-1, size)), self._scales.unflatten(0, (-1, size // self._span))
+        return self.codes.unflatten(0, (-1, size)), self.scales.unflatten(0, (-1, size // self._span))
 
     def _quantize(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = quantize(numbers, self._dim, self._kind)
+        codes, scales = quantize(numbers, self._dim, self.kind)
         return codes.flatten(0, 1), scales.movedim(0, 2).flatten(0, 1)

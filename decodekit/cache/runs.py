@@ -20,7 +20,7 @@ from decodekit.cache.states import load as load_states
 from decodekit.cache.storage import FullStore
 from decodekit.core.errors import InputError, Refused
 from decodekit.kernels import triton_runs
-from decodekit.kernels.paged_attention import FixedWork, Part, Work, WorkShape, next_split, plan_work, why_torch
+from decodekit.kernels.paged_attention import KV, FixedWork, Part, Work, WorkShape, next_split, plan_work, why_torch
 
 if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
@@ -36,7 +36,7 @@ class FixedLayout(Layout):
         super().__init__(work.table, lengths, torch.empty(0), block_size, window)
         self._work = work
 
-    def parts(self, query: Tensor, keys: Tensor, values: Tensor) -> Work | list[Part]:
+    def parts(self, query: Tensor, keys: KV, values: KV) -> Work | list[Part]:
         """The plan.
 
         Raises:
@@ -138,7 +138,7 @@ class Frame:
         """Where the rows' tokens lie in this layer."""
         return self._layouts[self._cache.group_of(layer_idx)]
 
-    def kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def kv(self, layer_idx: int) -> tuple[KV, KV]:
         """This layer's K/V by slot."""
         store = self._cache.store(layer_idx)
         assert isinstance(store, FullStore)

@@ -38,6 +38,7 @@ class SteppedCache(Cache):
     Attributes:
         device: where masks and positions are made.
         groups: the cache groups.
+        quantization: how full blocks are kept; ``None``: in full precision.
         paths: what attended to the blocks of the steps so far, see :attr:`Layout.path`.
         heads_a_kv_head: query heads that share a K/V head.
         frame: whose forward is going on, of those that take many steps at once.
@@ -73,7 +74,7 @@ class SteppedCache(Cache):
         self._config = config
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
-        self._quantization = quantization
+        self.quantization = quantization
         self._host, self._stores = HostTier(host_bytes), dict[int, KVStore]()
         self.stream = make_stream(config, sinks, window)
         members: dict[int | None, list[int]] = {}
@@ -235,8 +236,8 @@ class SteppedCache(Cache):
 
     def why_no_run(self) -> str | None:
         """Why rows of this cache cannot take many steps at once; ``None``: they can."""
-        if self._quantization is not None:
-            return f"K/V kept as {self._quantization}"
+        if self.quantization is not None:
+            return f"K/V kept as {self.quantization}"
         if self.stream is not None:
             return "a cache with a window"
         if not self.preallocated:
@@ -331,8 +332,8 @@ class SteppedCache(Cache):
 
     def _new_store(self, number: int, keys: Tensor, values: Tensor) -> KVStore:
         group = self.groups[number]
-        if self._quantization is not None:
-            return QuantizedStore(group.stored, group.pool.block_size, keys, values, self._quantization)
+        if self.quantization is not None:
+            return QuantizedStore(group.stored, group.pool.block_size, keys, values, self.quantization)
         return FullStore(group.stored, group.pool.block_size, keys, values, self._dtype)
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from decodekit.cache.attention import Layout
 from decodekit.cache.blocks import Copy
 from decodekit.cache.gather import Group, Slots
+from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.states import collect, load, working_copy
 from decodekit.cache.storage import FullStore
 from decodekit.core.errors import Refused
+from decodekit.kernels.paged_attention import KV
 
 if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
@@ -111,15 +113,15 @@ class Step:
             )
         return self._layouts[number]
 
-    def kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def kv(self, layer_idx: int) -> tuple[KV, KV]:
         """This layer's K/V by slot, [S, H, D] and [S, H, Dv], the new tokens' included.
 
         Raises:
-            Refused: they are not stored as they are.
+            Refused: attention cannot read them where they are stored.
         """
         self.read.add(layer_idx)
         store = self._cache.store(layer_idx)
-        if not isinstance(store, FullStore):
+        if not isinstance(store, FullStore | QuantizedStore):
             raise Refused(f"a {type(store).__name__} has no K/V that attention can read in place; gather them")
         return store.keys, store.values
 

@@ -84,7 +84,7 @@ def dump(cache: PagedCache, number: int) -> bytes:
     tensors = {"prompt": torch.tensor(list(row.prompt.tokens)).long(), "tokens": torch.tensor(row.tokens).long()}
     for group, table in zip(cache.groups, row.tables, strict=True):
         start = group.first_needed(row.length)
-        if cache._quantization is not None:
+        if cache.quantization is not None:
             start = start // group.pool.block_size * group.pool.block_size
         slots = torch.tensor(group.pool.slot_mapping(table, start, row.length)).long()
         for layer in group.layers if row.length else ():

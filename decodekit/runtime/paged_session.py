@@ -20,7 +20,7 @@ from decodekit.core.errors import Refused
 from decodekit.core.heads import UnreadOutputs
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
-from decodekit.runtime.forward import RaggedForward
+from decodekit.runtime.forward import FEW, RaggedForward
 from decodekit.runtime.fused import fused
 from decodekit.runtime.session import Ids, Session
 from decodekit.runtime.shelf import give_back
@@ -413,7 +413,12 @@ class PagedSession(Session):
 
     def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
         """Forward the next tokens of these places; rows that share much are attended where it lies, once."""
-        if self._reads and (self._sharing or triton_runs(self.model.device)):
+        on_gpu = triton_runs(self.model.device)
+        reads = self._reads and (on_gpu or self._sharing)
+        if self._cache.quantization is not None:
+            # With many queries it costs less to dequantize the blocks once for all of them.
+            reads = reads and on_gpu and max(map(len, tokens)) <= FEW
+        if reads:
             try:
                 return self._forward(places, tokens, last=last, direct=True)
             except Refused:

@@ -8,6 +8,7 @@ from decodekit.cache.storage import FullStore
 from decodekit.core.compat import CACHE_KEY
 from decodekit.core.errors import InputError, Refused
 from decodekit.kernels.kv_quantize import BITS, dequantize, quantize
+from decodekit.runtime.forward import RaggedForward
 from decodekit.testing import tiny_model
 from tests.cache.families import Loop, family_model, forward
 
@@ -31,7 +32,7 @@ class Rounded(FullStore):
 
 class RoundedCache(PagedCache):
     def _new_store(self, number, keys, values):
-        return Rounded(self.groups[number].pool.num_blocks, keys, values, self._quantization)
+        return Rounded(self.groups[number].pool.num_blocks, keys, values, self.quantization)
 
 
 def model_of(name):
@@ -245,6 +246,31 @@ def test_generate_takes_it_as_any_cache():
         for each in (cache, reference)
     )
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("name", ["dense", "sliding"])
+def test_the_kernel_reads_the_blocks_where_they_lie(name, kind, monkeypatch):
+    """Full blocks, one that is filling, and one that a rollback went back into."""
+    mine, gathered = (loop_over(model_of(name), kind) for _ in range(2))
+    for loop in (mine, gathered):
+        prefilled(loop)
+        rolled_back(loop, [3, 2])
+    monkeypatch.setattr("decodekit.kernels.paged_attention.triton_runs", lambda device: True)
+    direct = RaggedForward(mine.model, mine.cache)
+    for seed in range(6):
+        new = [[token] for token in tokens(2, seed)]
+        found, expected = direct([0, 1], new, direct=True).logits, gathered.step([0, 1], new)
+        torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    assert mine.cache.paths == {"triton"}
+
+
+def test_attention_in_plain_torch_has_them_gathered():
+    loop = loop_over(model_of("dense"), "int8")
+    prefilled(loop)
+    with pytest.raises(Refused, match="no GPU with Triton: quantized K/V are to be gathered"):
+        RaggedForward(loop.model, loop.cache)([0, 1], [[5], [6]], direct=True)
+    assert [row.length for row in loop.cache.rows] == [22, 9]
 
 
 def test_wrong_quantizations_are_refused():

@@ -183,7 +183,7 @@ class ByToken(Rounded):
 
 class ByTokenCache(RoundedCache):
     def _new_store(self, number, keys, values):
-        return ByToken(self.groups[number].pool.num_blocks, keys, values, self._quantization)
+        return ByToken(self.groups[number].pool.num_blocks, keys, values, self.quantization)
 
 
 def test_outlier_channels_of_keys_survive_4_bits() -> None:

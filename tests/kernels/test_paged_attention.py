@@ -321,7 +321,8 @@ def test_kernel_left_pads_are_zeros_and_blocks_a_window_let_go_are_not_read(devi
         (8191, 16),
         (8192, 8),
         (16384, 8),
-        (131072, 64),
+        (32768, 8),
+        (131072, 32),
     ],
 )
 def test_parts_depend_on_the_length_alone(length, parts) -> None:
@@ -373,7 +374,7 @@ def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, 
         lengths = lengths + (lengths > 0)
 
 
-@pytest.mark.parametrize("length", [1, 511, 512, 600, 1023, 1024, 8191, 8192, 16383, 16384, 200_000])
+@pytest.mark.parametrize("length", [1, 511, 512, 600, 1023, 1024, 8191, 8192, 16383, 16384, 32768, 200_000])
 def test_the_next_split_is_where_the_cuts_move(length) -> None:
     def size(length):
         table, start = torch.arange(-(-length // 16) + 1)[None], torch.tensor([0, 1])

@@ -202,6 +202,24 @@ def test_a_recipe_can_quantize_keys_and_values(dense, forwards) -> None:
     assert samples.shape == (3, 34)
 
 
+def test_steps_read_quantized_blocks_where_they_lie_and_prefills_gather_them(forwards, monkeypatch) -> None:
+    model = tiny_model("dense")
+    prompt = torch.tensor([list(range(3, 33))])
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+
+    def generated():
+        decoder = decodekit.load({"cache": {"kind": "paged", "quantization": "int8"}})
+        return torch.stack(model.generate(prompt, **options, custom_generate=decoder).logits)
+
+    gathered = generated()
+    assert not any(direct for *_, direct in forwards)
+    forwards.clear()
+    for module in ("runtime.paged_session", "kernels.paged_attention"):
+        monkeypatch.setattr(f"decodekit.{module}.triton_runs", lambda device: True)
+    torch.testing.assert_close(generated(), gathered, atol=1e-3, rtol=0)
+    assert [(tokens, direct) for _, tokens, direct in forwards] == [(30, False)] + 5 * [(1, True)]
+
+
 def test_a_paged_cache_that_was_asked_for_and_cannot_be_had_is_refused(dense) -> None:
     decoder = decodekit.load({"cache": "paged"})
     with pytest.raises(Refused, match=r"cache: \{kind: paged\} cannot be used here: use_cache is off"):

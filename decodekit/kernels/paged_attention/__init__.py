@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 from decodekit.kernels import triton_runs
-from decodekit.kernels.paged_attention import reference
+from decodekit.kernels.paged_attention import quantized, reference
 from decodekit.kernels.paged_attention.fixed import FixedWork, WorkShape
-from decodekit.kernels.paged_attention.plan import Part, plan_parts
+from decodekit.kernels.paged_attention.plan import Part, Tree, plan_parts
+from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
 from decodekit.kernels.paged_attention.work import Work, next_split, plan_work
 
 __all__ = [
+    "KV",
     "FixedWork",
     "Part",
+    "QuantizedKV",
+    "Tree",
     "Work",
     "WorkShape",
     "next_split",
@@ -30,7 +34,7 @@ __all__ = [
 _WIDEST = 256
 
 
-def why_torch(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
+def why_torch(query: Tensor, key_cache: KV, value_cache: KV) -> str | None:
     """Why plain torch serves these tensors and not the Triton kernel; ``None``: the kernel does."""
     if not triton_runs(query.device):
         return "no GPU with Triton"
@@ -38,8 +42,11 @@ def why_torch(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | No
         return f"queries of {query.dtype}"
     if {key_cache.dtype, value_cache.dtype} != {query.dtype}:
         return f"K/V kept in {key_cache.dtype}"
-    if any(tensor.stride(-1) != 1 for tensor in (query, key_cache, value_cache)):
+    caches = key_cache, value_cache
+    if any(tensor.stride(-1) != 1 for tensor in (query, *caches) if isinstance(tensor, Tensor)):
         return "heads whose numbers do not adjoin"
+    if isinstance(key_cache, QuantizedKV) and (reason := quantized.why_torch(key_cache)) is not None:
+        return reason
     if (width := max(key_cache.shape[2], value_cache.shape[2])) > _WIDEST:
         return f"heads {width} wide"
     if (group := query.shape[1] // key_cache.shape[1]) > _WIDEST // 2:
@@ -49,8 +56,8 @@ def why_torch(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | No
 
 def plan_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: KV,
+    value_cache: KV,
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
@@ -68,8 +75,8 @@ def plan_attention(
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: KV,
+    value_cache: KV,
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
@@ -79,6 +86,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tree: Tree | None = None,
     parts: Work | Sequence[Part] | None = None,
 ) -> Tensor:
     """See :func:`decodekit.kernels.paged_attention.reference.paged_attention`; ``parts`` is a :func:`plan_attention`.
@@ -96,8 +104,11 @@ def paged_attention(
         "window": window,
         "softcap": softcap,
         "sinks": sinks,
+        "tree": tree,
     }
     if isinstance(parts, Work):
+        if tree is not None:
+            reference.check_tree(query, tree, window)
         from decodekit.kernels.paged_attention import triton
 
         return triton.paged_attention(query, key_cache, value_cache, parts, **options)

@@ -41,6 +41,22 @@ class Part:
     whole: bool
 
 
+class Tree(NamedTuple):
+    """Which new tokens of its row each of N queries sees, where they are a tree and not a chain: drafts that branch.
+
+    After SpecInfer (Miao et al., 2023, arXiv:2305.09781). The tokens of a row lie one after the other in its blocks, parents
+    before their children; all tokens before the new ones are seen as ever.
+
+    Attributes:
+        ancestors: [N, W] int32, bit ``j % 32`` of word ``j // 32`` says whether the query sees new token j of its row: itself
+            and the tokens on the way to it.
+        start: [N] int32, how many tokens its row had before.
+    """
+
+    ancestors: Tensor
+    start: Tensor
+
+
 class _Row(NamedTuple):
     number: int
     query: int  # place of its first query
@@ -224,3 +240,21 @@ class _Planner:
             place = slice(int(slots[0, 0]), int(slots[0, -1]) + 1)
         visible = None if visible is None else visible.to(self._device)
         return Part(queries.to(self._device), place, visible, causal, whole)
+
+
+def plan_tree(
+    block_table: Tensor, lengths: Tensor, query_start: Tensor, tree: Tree, *, block_size: int, device: torch.device
+) -> list[Part]:
+    """As :func:`plan_parts` for new tokens that are trees: a part a row."""
+    table, words = block_table.to("cpu", torch.int64), tree.ancestors.cpu()
+    parts = []
+    for row in _rows(lengths.tolist(), query_start.tolist(), block_size, None):
+        queries = torch.arange(row.query, row.query + row.length - row.position)
+        token = torch.arange(row.length)
+        after = token - row.position
+        bits = words[queries][:, after.clamp(min=0) // 32] >> after.clamp(min=0) % 32 & 1
+        visible = (token <= row.position + torch.arange(len(queries))[:, None]) & ((after < 0) | (bits != 0))
+        slots = table[row.number, token // block_size] * block_size + token % block_size
+        placed = [part[None].to(device) for part in (queries, slots, visible)]
+        parts.append(Part(placed[0], placed[1], placed[2], causal=False, whole=True))
+    return parts

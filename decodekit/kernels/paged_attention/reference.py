@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from decodekit.kernels.paged_attention.plan import Part, plan_parts
+from decodekit.kernels.paged_attention.plan import Part, Tree, plan_parts, plan_tree
+from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV
 
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: KV,
+    value_cache: KV,
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
@@ -24,6 +25,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tree: Tree | None = None,
     parts: Sequence[Part] | None = None,
 ) -> Tensor:
     """Causal attention of each row's last tokens over all of its tokens, whose K/V are in the cache already.
@@ -37,7 +39,7 @@ def paged_attention(
 
     Args:
         query: [N, Hq, D] the queries of all rows, one row after the other.
-        key_cache: [S, Hk, D]; head h of the keys serves the query heads ``h * Hq / Hk`` and on.
+        key_cache: [S, Hk, D], as numbers or quantized; head h of the keys serves the query heads ``h * Hq / Hk`` and on.
         value_cache: [S, Hk, Dv].
         block_table: [R, B] int, block ``i`` has tokens ``i * block_size`` and on; -1 where a window let go.
         lengths: [R] int, tokens of each row, the queries' own included; 0 for an empty row.
@@ -48,16 +50,21 @@ def paged_attention(
         window: tokens a query sees, itself included; ``None``: all.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: [Hq] scores of a token without value that every query sees besides (gpt-oss).
+        tree: the new tokens of each row are trees; not beside a window. ``None``: they are chains.
         parts: :func:`plan_parts` of the same tables, lengths and window, for many layers to share; ``None``: planned here.
 
     Returns:
         [N, Hq, Dv] of the queries' dtype; zeros where a query sees nothing.
 
     Raises:
-        ValueError: shapes that do not fit together, or a token that a query sees has no block.
+        ValueError: shapes that do not fit together, a token that a query sees has no block, or a tree beside a window.
     """
     check(query, key_cache, value_cache, sinks)
-    if parts is None:
+    if tree is not None:
+        check_tree(query, tree, window)
+        tables = block_table, lengths, query_start
+        parts = plan_tree(*tables, tree, block_size=block_size, device=query.device)
+    elif parts is None:
         parts = plan_parts(block_table, lengths, query_start, block_size=block_size, window=window, device=query.device)
     accurate = torch.promote_types(query.dtype, torch.float32)
     output = query.new_zeros((*query.shape[:2], value_cache.shape[-1]), dtype=accurate)
@@ -80,13 +87,13 @@ def paged_attention(
     return output.to(query.dtype)
 
 
-def check(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:
+def check(query: Tensor, key_cache: KV, value_cache: KV, sinks: Tensor | None) -> None:
     """Refuse shapes that do not fit together.
 
     Raises:
         ValueError: says which.
     """
-    if query.ndim != 3 or key_cache.ndim != 3 or value_cache.shape[:2] != key_cache.shape[:2]:
+    if query.ndim != 3 or len(key_cache.shape) != 3 or value_cache.shape[:2] != key_cache.shape[:2]:
         raise ValueError(
             f"query {list(query.shape)}, key_cache {list(key_cache.shape)}, value_cache {list(value_cache.shape)} "
             "should be [N, Hq, D], [S, Hk, D] and [S, Hk, Dv]"
@@ -100,8 +107,28 @@ def check(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor |
         raise ValueError(f"sinks have shape {list(sinks.shape)}; {heads} query heads need [{heads}]")
 
 
-def _read(cache: Tensor, slots: Tensor | slice) -> Tensor:
+def check_tree(query: Tensor, tree: Tree, window: int | None) -> None:
+    """Refuse trees that do not fit the queries.
+
+    Raises:
+        ValueError: says why.
+    """
+    count = len(query)
+    if tree.ancestors.ndim != 2 or tree.start.shape != (count,) or len(tree.ancestors) != count:
+        raise ValueError(
+            f"a tree has ancestors {list(tree.ancestors.shape)} and start {list(tree.start.shape)}; {count} queries need "
+            f"[{count}, W] and [{count}]"
+        )
+    if window is not None:
+        raise ValueError(f"a tree beside a window of {window}: the tokens of a branch do not adjoin; give one of them")
+
+
+def _read(cache: KV, slots: Tensor | slice) -> Tensor:
     """[G, T, H, D]."""
+    if isinstance(cache, QuantizedKV):
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=cache.codes.device)[None]
+        return cache.read(slots.flatten()).unflatten(0, slots.shape)
     if isinstance(slots, slice):
         return cache[slots][None]
     return cache.index_select(0, slots.flatten()).unflatten(0, slots.shape)

@@ -15,17 +15,20 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
-from decodekit.kernels.paged_attention.work import COLUMNS, Work
+from decodekit.kernels.paged_attention.chunks import bounds, load_blocks, load_quantized
+from decodekit.kernels.paged_attention.plan import Tree
+from decodekit.kernels.paged_attention.quantized import KV, QuantizedKV, in_place
+from decodekit.kernels.paged_attention.work import COLUMNS, TILES, Work
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _COLUMNS = tl.constexpr(COLUMNS)
-_MERGED = 16  # parts that are merged at a time
+_MERGED = 8  # parts that are merged at a time
 
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: KV,
+    value_cache: KV,
     work: Work,
     *,
     block_size: int,
@@ -33,19 +36,21 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tree: Tree | None = None,
 ) -> Tensor:
     """As the reference; the tables, lengths and window are those that ``work`` was planned for.
 
     Args:
         query: [N, Hq, D].
-        key_cache: [S, Hk, D], contiguous in its last dimension.
-        value_cache: [S, Hk, Dv], as well.
+        key_cache: [S, Hk, D], contiguous in its last dimension, or quantized.
+        value_cache: [S, Hk, Dv], as the keys.
         work: :func:`~decodekit.kernels.paged_attention.work.plan_work` of the step.
         block_size: tokens a block.
         scale: of the scores.
         window: tokens a query sees, itself included; ``None``: all.
         softcap: see the reference.
         sinks: [Hq], see the reference.
+        tree: see the reference.
 
     Returns:
         [N, Hq, Dv]; bit for bit the same for a row whatever rows are beside it.
@@ -57,15 +62,20 @@ def paged_attention(
     lse = query.new_empty((work.num_parts, heads), dtype=torch.float32)
     widths = {"D": width, "DV": value_width}
     padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in widths.items()}
-    tuning: dict[str, Any] = _tuning(query.dtype, max(padded.values()))
+    keys_a_step, stages = _tuning(query.dtype, max(padded.values()))
+    packed: dict[str, Any] = {"KIND": None}
+    if isinstance(key_cache, QuantizedKV) and isinstance(value_cache, QuantizedKV):
+        packed = in_place(key_cache, value_cache)
+        keys_a_step = max(keys_a_step, block_size)
+    keys, values = (cache.codes if isinstance(cache, QuantizedKV) else cache for cache in (key_cache, value_cache))
     overlap: dict[str, Any] = {"OVERLAP": overlaps(query.device)}
     if overlap["OVERLAP"]:
         overlap["launch_pdl"] = True
     for tile, items in work.items:
         _attend[(len(items) * key_heads,)](
             query,
-            key_cache,
-            value_cache,
+            keys,
+            values,
             work.table,
             items,
             work.members,
@@ -75,8 +85,8 @@ def paged_attention(
             parts,
             lse,
             *query.stride()[:2],
-            *key_cache.stride()[:2],
-            *value_cache.stride()[:2],
+            keys.stride(1),
+            values.stride(1),
             work.table.stride(0),
             heads,
             key_heads,
@@ -86,10 +96,20 @@ def paged_attention(
             BLOCK_SIZE=block_size,
             GROUP=work.group,
             TILE=tile,
+            KEYS=keys_a_step,
+            STRIDE_KS=keys.stride(0),
+            STRIDE_VS=values.stride(0),
+            ancestors=None if tree is None else tree.ancestors.contiguous(),
+            tree_start=None if tree is None else tree.start,
+            WORDS=0 if tree is None else tree.ancestors.shape[1],
             **widths,
             **padded,
-            **tuning,
+            **packed,
             **overlap,
+            # Of wide items twice as many programs run at once with so much less shared memory, and none has registers to spare.
+            FLAT=tile < TILES[1],
+            num_stages=stages if tile < TILES[1] else min(stages, 2),
+            num_warps=4,
         )
     if len(work.merges):
         _merge[(len(work.merges), heads)](
@@ -108,15 +128,17 @@ def paged_attention(
     return output
 
 
-def _tuning(dtype: torch.dtype, width: int) -> dict[str, int]:
+def _tuning(dtype: torch.dtype, width: int) -> tuple[int, int]:
+    """Keys a step, on which a row's bits depend, and steps that are loaded ahead."""
     # Measured on an H200. Fewer keys a step read a little faster with many rows and are much slower with few; wide heads have
     # no room in shared memory for more, single precision none in registers.
     if dtype == torch.float32:
-        return {"KEYS": 32, "num_stages": 1, "num_warps": 4}
-    return {"KEYS": 64 if width <= 128 else 32, "num_stages": 3, "num_warps": 4}
+        return 32, 1
+    return (64 if width <= 128 else 32), 3
 
 
-@triton.jit
+# Of each step's own size or place in the plan: none of them may have the kernel compiled once more.
+@triton.jit(do_not_specialize=["stride_t"], do_not_specialize_on_alignment=["items", "members", "grown"])
 def _attend(
     query,
     keys,
@@ -131,9 +153,7 @@ def _attend(
     lse,
     stride_qn,
     stride_qh,
-    stride_ks,
     stride_kh,
-    stride_vs,
     stride_vh,
     stride_t,
     heads,
@@ -145,11 +165,26 @@ def _attend(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FLAT: tl.constexpr,
+    KIND: tl.constexpr,
+    ancestors=None,
+    tree_start=None,
+    WORDS: tl.constexpr = 0,
+    key_scales=None,
+    value_scales=None,
+    key_pool=None,
+    value_pool=None,
+    places=None,
+    KEY_BYTES: tl.constexpr = 0,
+    VALUE_BYTES: tl.constexpr = 0,
+    LARGEST: tl.constexpr = 0.0,
 ):
     if OVERLAP:
         gdc_launch_dependents()
@@ -177,8 +212,9 @@ def _attend(
             lowest = tl.maximum(first_key, tl.min(tl.where(live, position, 2147483647), 0) - window + 1)
     query_head = head * GROUP + column % GROUP
     dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    keys += head.to(tl.int64) * stride_kh + dim[None, :]
-    values += head.to(tl.int64) * stride_vh + value_dim[None, :]
+    if KIND is None:
+        keys += head.to(tl.int64) * stride_kh + dim[None, :]
+        values += head.to(tl.int64) * stride_vh + value_dim[None, :]
     table += row.to(tl.int64) * stride_t
     ones = tl.full([16, KEYS], 1.0, query.dtype.element_ty)
     offset = tl.arange(0, KEYS)
@@ -190,8 +226,19 @@ def _attend(
         mask=live[None, :] & (dim < D)[:, None],
         other=0.0,
     )
-    for split in range(first_key, last_key, size):
-        start, stop = tl.maximum(split, lowest), tl.minimum(split + size, highest_key)
+    if ancestors is not None:
+        branches = tl.load(tree_start + place, mask=live, other=2147483647)
+        first_new = tl.min(branches, 0)
+    # Where all splits take one loop, the first keys of the next are on their way while the last of this are multiplied.
+    for outer in range(first_key, last_key, last_key - first_key if FLAT else size):
+        split = outer
+        begin, start, stop = bounds(split, size, lowest, highest_key, BLOCK_SIZE, KIND)
+        steps = tl.cdiv(stop - begin, KEYS)
+        if FLAT:
+            steps = 0
+            for each in range(first_key, last_key, size):
+                its_begin, _, its_stop = bounds(each, size, lowest, highest_key, BLOCK_SIZE, KIND)
+                steps += tl.maximum(tl.cdiv(its_stop - its_begin, KEYS), 1)
         highest = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([16, TILE], tl.float32)
         if sinks is not None:
@@ -201,53 +248,110 @@ def _attend(
             highest = tl.where(whole, sink * _LOG2_E, highest)
             totals += tl.where(whole, 1.0, 0.0)[None, :]
         result = tl.zeros([BLOCK_DV, TILE], tl.float32)
-        block = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
-        for begin in range(start, stop, KEYS):
+        block, spot = load_blocks(table, places, begin, stop, BLOCK_SIZE, KEYS, KIND)
+        for _ in range(steps):
             token = begin + offset
-            there = token < stop
-            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+            there = (token >= start) & (token < stop)
+            now, now_spot, here, ends = block, spot, begin, begin + KEYS >= stop
+            begin += KEYS
+            if FLAT:
+                split = tl.where(ends, split + size, split)
+                next_begin, next_start, next_stop = bounds(split, size, lowest, highest_key, BLOCK_SIZE, KIND)
+                begin, start = tl.where(ends, next_begin, begin), tl.where(ends, next_start, start)
+                stop = tl.where(ends, next_stop, stop)
             # Loaded a step ahead: keys whose address waits for a load are not fetched while others are multiplied.
-            block = tl.load(table + (token + KEYS) // BLOCK_SIZE, mask=token + KEYS < stop, other=0)
-            key_there, value_there = there[:, None], there[:, None]
-            if BLOCK_D != D:
-                key_there = key_there & (dim < D)[None, :]
-            if BLOCK_DV != DV:
-                value_there = value_there & (value_dim < DV)[None, :]
-            key = tl.load(keys + slot[:, None] * stride_ks, mask=key_there, other=0.0)
+            block, spot = load_blocks(table, places, begin, stop, BLOCK_SIZE, KEYS, KIND)
+            if KIND is None:
+                slot = now.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+                key_there, value_there = there[:, None], there[:, None]
+                if BLOCK_D != D:
+                    key_there = key_there & (dim < D)[None, :]
+                if BLOCK_DV != DV:
+                    value_there = value_there & (value_dim < DV)[None, :]
+                key = tl.load(keys + slot[:, None] * STRIDE_KS, mask=key_there, other=0.0)
+            else:
+                by_block = tl.reshape(there, [KEYS // BLOCK_SIZE, BLOCK_SIZE])
+                key = load_quantized(
+                    *(keys, key_scales, key_pool, now, now_spot, by_block, head, key_heads, stride_kh),
+                    *(STRIDE_KS, BLOCK_SIZE, KIND, True, D, BLOCK_D, KEY_BYTES, LARGEST),
+                )
             scores = tl.dot(key, queries, input_precision="ieee") * scale
             if softcap is not None:
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2_E / softcap)) + 1.0))
             visible = there[:, None] & (token[:, None] <= position[None, :])
             if window is not None:
                 visible = visible & (token[:, None] > position[None, :] - window)
+            if ancestors is not None:
+                if here + KEYS > first_new:
+                    after = token[:, None] - branches[None, :]
+                    word = ancestors + (place * WORDS)[None, :] + after // 32
+                    bit = tl.load(word, mask=live[None, :] & (after >= 0) & (after < 32 * WORDS), other=0) >> (
+                        after & 31
+                    )
+                    visible = visible & ((after < 0) | ((bit & 1) != 0))
             scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 0))
             # Finite, where a query saw nothing yet: -inf - -inf is NaN.
             floor = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - floor[None, :])
             decay = tl.exp2(highest - floor)
-            value = tl.load(values + slot[:, None] * stride_vs, mask=value_there, other=0.0)
+            if KIND is None:
+                value = tl.load(values + slot[:, None] * STRIDE_VS, mask=value_there, other=0.0)
+            else:
+                value = load_quantized(
+                    *(values, value_scales, value_pool, now, now_spot, by_block, head, key_heads, stride_vh),
+                    *(STRIDE_VS, BLOCK_SIZE, KIND, False, DV, BLOCK_DV, VALUE_BYTES, LARGEST),
+                )
             weights = weights.to(value.dtype)
             result = tl.dot(tl.trans(value), weights, result * decay[None, :], input_precision="ieee")
             # A product sums in the order of the keys; a sum would in one of the tile's shape, and of the rows beside this one.
             totals = tl.dot(ones, weights, totals * decay[None, :], input_precision="ieee")
             highest = higher
-        total = tl.max(totals, 0)  # all its rows are equal
-        result = result / tl.where(total > 0, total, 1.0)[None, :]
-        kept = (value_dim < DV)[:, None] & live[None, :]
-        where = (place * heads + query_head) * DV
-        tl.store(
-            output + where[None, :] + value_dim[:, None],
-            result.to(output.dtype.element_ty),
-            mask=kept & (part < 0)[None, :],
-        )
-        where = part * heads + query_head
-        tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
-        tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
-        part = tl.where(part >= 0, part + 1, part)
+            if FLAT:
+                if ends:
+                    _store(
+                        *(
+                            output,
+                            parts,
+                            lse,
+                            result,
+                            highest,
+                            totals,
+                            place,
+                            part,
+                            query_head,
+                            live,
+                            heads,
+                            value_dim,
+                            DV,
+                        )
+                    )
+                    part = tl.where(part >= 0, part + 1, part)
+                    highest = tl.full([TILE], float("-inf"), tl.float32)
+                    totals = tl.zeros([16, TILE], tl.float32)
+                    result = tl.zeros([BLOCK_DV, TILE], tl.float32)
+        if not FLAT:
+            _store(*(output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV))
+            part = tl.where(part >= 0, part + 1, part)
 
 
 @triton.jit
+def _store(
+    output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV: tl.constexpr
+):
+    """What a query has seen of a split goes to its part, or if that is all to the output."""
+    total = tl.max(totals, 0)  # all its rows are equal
+    result = result / tl.where(total > 0, total, 1.0)[None, :]
+    kept = (value_dim < DV)[:, None] & live[None, :]
+    where = (place * heads + query_head) * DV
+    whole = output + where[None, :] + value_dim[:, None]
+    tl.store(whole, result.to(output.dtype.element_ty), mask=kept & (part < 0)[None, :])
+    where = part * heads + query_head
+    tl.store(parts + (where * DV)[None, :] + value_dim[:, None], result, mask=kept & (part >= 0)[None, :])
+    tl.store(lse + where, highest + tl.log2(total), mask=live & (part >= 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges"])
 def _merge(
     merges,
     parts,

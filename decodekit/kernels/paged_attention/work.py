@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SPLITS = 512, 2048
+SPLITS = 512, 4096
 """Least and most keys a part of a long row: short ones occupy the processor with few rows, long ones cost less to begin and to
 merge."""
 
