@@ -10,6 +10,8 @@ from decodekit.kernels.gated_delta import reference
 
 __all__ = ["chunked_gated_delta", "gated_delta"]
 
+_WIDEST = 512  # bytes of a query or a value whose chunks the GPU's shared memory holds
+
 
 def gated_delta(
     states: Tensor,
@@ -45,10 +47,11 @@ def chunked_gated_delta(
 ) -> Tensor:
     """See :func:`decodekit.kernels.gated_delta.reference.chunked_gated_delta`; three kernels on a GPU.
 
-    Products there are of the dtype of ``value``, summed in float32.
+    Products there are of the dtype of ``value``, summed in float32. Heads of more than 512 bytes are computed as there.
     """
     arguments = states, slots, query, key, value, decay, beta
-    if triton_runs(value.device) and value.dtype != torch.float64:
+    fits = max(key.shape[-1], value.shape[-1]) * value.element_size() <= _WIDEST
+    if fits and triton_runs(value.device) and value.dtype != torch.float64:
         from decodekit.kernels.gated_delta import triton
 
         return triton.chunked_gated_delta(*arguments, lengths=lengths, scale=scale, normalize=normalize)

@@ -261,16 +261,16 @@ def _step(
             state = tl.load(place).to(tl.float32)
         else:
             state = tl.load(place, mask=inside[:, None] & kept[None, :], other=0.0).to(tl.float32)
-        query += row * stride_qr + (head // group).to(tl.int64) * stride_qh + line
-        key += row * stride_kr + (head // group).to(tl.int64) * stride_kh + line
-        value += row * stride_vr + head.to(tl.int64) * stride_vh + column
-        decay += row * stride_dr + head.to(tl.int64) * stride_dh
-        beta += row * stride_br + head.to(tl.int64) * stride_bh
+        queries = query + row * stride_qr + (head // group).to(tl.int64) * stride_qh + line
+        own_keys = key + row * stride_kr + (head // group).to(tl.int64) * stride_kh + line
+        own_values = value + row * stride_vr + head.to(tl.int64) * stride_vh + column
+        decays = decay + row * stride_dr + head.to(tl.int64) * stride_dh
+        shares = beta + row * stride_br + head.to(tl.int64) * stride_bh
         for _ in range(tokens):
-            k = tl.load(key, mask=inside, other=0.0).to(tl.float32)
-            q = tl.load(query, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(value, mask=kept, other=0.0).to(tl.float32)
-            left, share = tl.exp(tl.load(decay).to(tl.float32)), tl.load(beta).to(tl.float32)
+            k = tl.load(own_keys, mask=inside, other=0.0).to(tl.float32)
+            q = tl.load(queries, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(own_values, mask=kept, other=0.0).to(tl.float32)
+            left, share = tl.exp(tl.load(decays).to(tl.float32)), tl.load(shares).to(tl.float32)
             if NORMALIZE:
                 kk, qq, qk = tl.reduce((k * k, q * q, q * k), 0, _add_three)
                 shrink_k, shrink_q = tl.rsqrt(kk + 1e-6), tl.rsqrt(qq + 1e-6) * scale
@@ -283,11 +283,11 @@ def _step(
             state = state * left + k[:, None] * written[None, :]
             tl.store(output, result.to(output.dtype.element_ty), mask=kept)
             output += heads * V
-            query += stride_qt
-            key += stride_kt
-            value += stride_vt
-            decay += stride_dt
-            beta += stride_bt
+            queries += stride_qt
+            own_keys += stride_kt
+            own_values += stride_vt
+            decays += stride_dt
+            shares += stride_bt
         if whole:
             tl.store(place, state.to(states.dtype.element_ty))
         else:
@@ -395,8 +395,8 @@ def _prepare(
         dtype: tl.constexpr = errors.dtype.element_ty
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         total = _total(decay + row * stride_dr + head * stride_dh, token, length, stride_dt)
-        beta += row * stride_br + head * stride_bh + token.to(tl.int64) * stride_bt
-        share = tl.load(beta, mask=token < length, other=0.0).to(tl.float32)
+        shares = beta + row * stride_br + head * stride_bh + token.to(tl.int64) * stride_bt
+        share = tl.load(shares, mask=token < length, other=0.0).to(tl.float32)
         own_keys = key + row * stride_kr + (head // group) * stride_kh
         k = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
         products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
@@ -408,8 +408,10 @@ def _prepare(
         k = (k.to(tl.float32) * (share * tl.exp(total))[:, None]).to(dtype)
         read = tl.dot(inverse, k, input_precision=PRECISION)
         tl.store(reads + written * K + line[None, :], read.to(dtype), mask=(line < K)[None, :])
-        value += row * stride_vr + head * stride_vh + token[:, None].to(tl.int64) * stride_vt + column[None, :]
-        v = tl.load(value, mask=(token < length)[:, None] & (column < V)[None, :], other=0.0).to(tl.float32)
+        own_values = (
+            value + row * stride_vr + head * stride_vh + token[:, None].to(tl.int64) * stride_vt + column[None, :]
+        )
+        v = tl.load(own_values, mask=(token < length)[:, None] & (column < V)[None, :], other=0.0).to(tl.float32)
         error = tl.dot(inverse, (v * share[:, None]).to(dtype), input_precision=PRECISION)
         tl.store(errors + written * V + column[None, :], error.to(dtype), mask=(column < V)[None, :])
 
@@ -458,14 +460,14 @@ def _scan(
         inside = (line < K)[:, None] & (column < V)[None, :]
         place = states + slot * stride_ss + head * stride_sh + line[:, None].to(tl.int64) * stride_sk + column[None, :]
         state = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        decay += row * stride_dr + head * stride_dh
-        key += row * stride_kr + (head // group) * stride_kh
-        starts += (row * chunks * heads + head) * K * V + line[:, None] * V + column[None, :]
+        decays = decay + row * stride_dr + head * stride_dh
+        own_keys = key + row * stride_kr + (head // group) * stride_kh
+        start = starts + (row * chunks * heads + head) * K * V + line[:, None] * V + column[None, :]
         for chunk in range(tl.cdiv(length, CHUNK)):
-            tl.store(starts, state.to(dtype), mask=inside)
-            starts += heads * K * V
+            tl.store(start, state.to(dtype), mask=inside)
+            start += heads * K * V
             token = chunk * CHUNK + tl.arange(0, CHUNK)
-            total = _total(decay, token, length, stride_dt)
+            total = _total(decays, token, length, stride_dt)
             last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, total, 0.0), 0)
             written = (row * chunks * CHUNK + token[:, None]) * heads + head
             read = tl.load(reads + written * K + line[None, :], mask=(line < K)[None, :], other=0.0)
@@ -473,7 +475,7 @@ def _scan(
             error = tl.load(error_place, mask=(column < V)[None, :], other=0.0).to(tl.float32)
             error -= tl.dot(read, state.to(dtype), input_precision=PRECISION)
             tl.store(error_place, error.to(dtype), mask=(column < V)[None, :])
-            k = _rows(key, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
+            k = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
             error = (error * tl.exp(last - total)[:, None]).to(dtype)
             state = state * tl.exp(last) + tl.dot(tl.trans(k), error, input_precision=PRECISION)
         tl.store(place, state.to(states.dtype.element_ty), mask=inside)
@@ -529,8 +531,8 @@ def _show(
         q = _rows(own_queries, token, length, stride_qt, dtype, K, BLOCK, NORMALIZE)
         k = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
         attention = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _between(total, CHUNK)
-        starts += ((row * chunks + chunk) * heads + head) * K * V + line[:, None] * V + column[None, :]
-        start = tl.load(starts, mask=(line < K)[:, None] & (column < V)[None, :], other=0.0)
+        place = starts + ((row * chunks + chunk) * heads + head) * K * V + line[:, None] * V + column[None, :]
+        start = tl.load(place, mask=(line < K)[:, None] & (column < V)[None, :], other=0.0)
         result = tl.dot(q, start, input_precision=PRECISION) * tl.exp(total)[:, None]
         written = (row * chunks * CHUNK + token[:, None]) * heads + head
         error = tl.load(errors + written * V + column[None, :], mask=(column < V)[None, :], other=0.0)

@@ -1,0 +1,110 @@
+"""A causal depthwise convolution by slot in Triton: some channels of a row a program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decodekit.kernels import overlaps
+
+CHANNELS = 256  # a program
+NUM_WARPS = 4
+
+
+def conv_step(
+    states: Tensor,
+    slots: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    silu: bool = False,
+) -> Tensor:
+    """As the reference, in float32; bias and the last dimension of states and weight are contiguous."""
+    rows, channels, tokens = hidden.shape
+    # As it is given: where the tokens' channels adjoin, the output's do too.
+    output = hidden.new_empty((rows, tokens, channels)).mT
+    if not output.numel():
+        return output
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    _convolve[(rows, triton.cdiv(channels, block))](
+        states,
+        slots,
+        hidden,
+        weight,
+        bias,
+        output,
+        *states.stride()[:2],
+        slots.stride(0),
+        *hidden.stride(),
+        weight.stride(0),
+        tokens,
+        channels,
+        WIDTH=weight.shape[1],
+        COLUMNS=triton.next_power_of_2(weight.shape[1]),
+        BLOCK=block,
+        SILU=silu,
+        OVERLAP=(overlap := overlaps(hidden.device)),
+        num_warps=NUM_WARPS,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return output
+
+
+@triton.jit
+def _convolve(
+    states,
+    slots,
+    hidden,
+    weight,
+    bias,
+    output,
+    stride_ss,
+    stride_sc,
+    stride_slot,
+    stride_hr,
+    stride_hc,
+    stride_ht,
+    stride_w,
+    tokens,
+    channels,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row * stride_slot).to(tl.int64)
+    kept, column = channel < channels, tl.arange(0, COLUMNS)[None, :]
+    output += row * tokens * channels + channel
+    if slot < 0:
+        for _ in range(tokens):
+            tl.store(output, tl.zeros([BLOCK], output.dtype.element_ty), mask=kept)
+            output += channels
+    else:
+        inside = kept[:, None] & (column < WIDTH)
+        place = states + slot * stride_ss + channel[:, None].to(tl.int64) * stride_sc + column
+        given = hidden + row * stride_hr + channel[:, None].to(tl.int64) * stride_hc
+        weights = tl.load(weight + channel[:, None] * stride_w + column, mask=inside, other=0.0).to(tl.float32)
+        window = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for token in range(tokens):
+            # Columns of the state, then of the new tokens.
+            first = token + 1
+            old = tl.load(place + first, mask=inside & (column + first < WIDTH), other=0.0).to(tl.float32)
+            new = given + (column + first - WIDTH).to(tl.int64) * stride_ht
+            window = old + tl.load(new, mask=inside & (column + first >= WIDTH), other=0.0).to(tl.float32)
+            result = tl.sum(window * weights, 1)
+            if bias is not None:
+                result += tl.load(bias + channel, mask=kept, other=0.0).to(tl.float32)
+            if SILU:
+                result = result / (1.0 + tl.exp(-result))
+            tl.store(output, result.to(output.dtype.element_ty), mask=kept)
+            output += channels
+        # A column is read by another thread than it is written by.
+        tl.debug_barrier()
+        tl.store(place, window.to(states.dtype.element_ty), mask=inside)
