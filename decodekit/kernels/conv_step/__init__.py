@@ -13,7 +13,7 @@ __all__ = ["conv_step"]
 
 def conv_step(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,

@@ -15,7 +15,7 @@ NUM_WARPS = 4
 
 def conv_step(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -36,7 +36,7 @@ def conv_step(
         bias,
         output,
         *states.stride()[:2],
-        slots.stride(0),
+        0 if slots is None else slots.stride(0),
         *hidden.stride(),
         weight.stride(0),
         tokens,
@@ -50,6 +50,14 @@ def conv_step(
         **({"launch_pdl": True} if overlap else {}),
     )
     return output
+
+
+@triton.jit
+def _slot(slots, row, stride):
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row * stride).to(tl.int64)
+    return slot
 
 
 @triton.jit
@@ -79,7 +87,7 @@ def _convolve(
         gdc_launch_dependents()
         gdc_wait()
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row * stride_slot).to(tl.int64)
+    slot = _slot(slots, row, stride_slot)
     kept, column = channel < channels, tl.arange(0, COLUMNS)[None, :]
     output += row * tokens * channels + channel
     if slot < 0:

@@ -15,7 +15,7 @@ _WIDEST = 512  # bytes of a query or a value whose chunks the GPU's shared memor
 
 def gated_delta(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,7 +35,7 @@ def gated_delta(
 
 def chunked_gated_delta(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,

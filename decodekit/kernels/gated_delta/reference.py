@@ -14,7 +14,7 @@ _EPS = 1e-6  # added to a squared length
 
 def gated_delta(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,7 +30,8 @@ def gated_delta(
 
     Args:
         states: [S, H, K, V], of single precision or less (double here), written in place at the slots; all others stay.
-        slots: [R] int64, each row's state, different from each other; -1: none, the row's output is zero.
+        slots: [R] int64, each row's state, different from each other; -1: none, the row's output is zero. ``None``: the
+            rows' own numbers.
         query: [R, T, Hk, K], T at least 1; each of its heads serves H / Hk consecutive heads of the state.
         key: [R, T, Hk, K].
         value: [R, T, H, V].
@@ -55,7 +56,7 @@ def gated_delta(
 
 def chunked_gated_delta(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,7 +121,7 @@ def chunked_gated_delta(
 
 def _prepare(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -137,10 +138,14 @@ def _prepare(
         query, key = (own * (own.square().sum(-1, keepdim=True) + _EPS).rsqrt() for own in (query, key))
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     value, decay, beta = (own.to(dtype).transpose(1, 2) for own in (value, decay, beta))
-    return states[slots.clamp(min=0)].to(dtype), query, key, value, decay, beta
+    state = (states if slots is None else states[slots.clamp(min=0)]).to(dtype)
+    return state, query, key, value, decay, beta
 
 
-def _finish(states: Tensor, slots: Tensor, state: Tensor, output: Tensor, value: Tensor) -> Tensor:
+def _finish(states: Tensor, slots: Tensor | None, state: Tensor, output: Tensor, value: Tensor) -> Tensor:
+    if slots is None:
+        states.copy_(state)
+        return output.to(value.dtype)
     there = slots >= 0
     states[slots[there]] = state[there].to(states.dtype)
     return torch.where(there[:, None, None, None], output, 0).to(value.dtype)

@@ -41,7 +41,7 @@ PRECISION = "tf32x3"
 
 def gated_delta(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -70,7 +70,7 @@ def gated_delta(
         beta,
         output,
         *states.stride()[:3],
-        slots.stride(0),
+        0 if slots is None else slots.stride(0),
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
@@ -95,7 +95,7 @@ def gated_delta(
 
 def chunked_gated_delta(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -132,7 +132,7 @@ def chunked_gated_delta(
         lengths,
         errors,
         reads,
-        slots.stride(0),
+        0 if slots is None else slots.stride(0),
         *strides,
         *value.stride()[:3],
         *beta.stride(),
@@ -153,7 +153,7 @@ def chunked_gated_delta(
         reads,
         starts,
         *states.stride()[:3],
-        slots.stride(0),
+        0 if slots is None else slots.stride(0),
         *strides,
         *sizes,
         PARTS=parts,
@@ -173,7 +173,7 @@ def chunked_gated_delta(
         errors,
         starts,
         output,
-        slots.stride(0),
+        0 if slots is None else slots.stride(0),
         *query.stride()[:3],
         *strides,
         *sizes,
@@ -185,6 +185,14 @@ def chunked_gated_delta(
         num_stages=show.num_stages,
     )
     return output
+
+
+@triton.jit
+def _slot(slots, row, stride):
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row * stride).to(tl.int64)
+    return slot
 
 
 @triton.jit
@@ -244,7 +252,7 @@ def _step(
     program = tl.program_id(0)
     head = program // PARTS % heads
     row = (program // PARTS // heads).to(tl.int64)
-    slot = tl.load(slots + row * stride_slot).to(tl.int64)
+    slot = _slot(slots, row, stride_slot)
     line, column = tl.arange(0, BLOCK), program % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     # Masks that are always true would break up wide reads.
     whole: tl.constexpr = BLOCK == K and PARTS * COLUMNS == V
@@ -391,7 +399,7 @@ def _prepare(
     head, chunk = (program % heads).to(tl.int64), program // heads % chunks
     row = (program // heads // chunks).to(tl.int64)
     length = _length(lengths, row, tokens)
-    if (tl.load(slots + row * stride_slot) >= 0) & (chunk * CHUNK < length):
+    if (_slot(slots, row, stride_slot) >= 0) & (chunk * CHUNK < length):
         dtype: tl.constexpr = errors.dtype.element_ty
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         total = _total(decay + row * stride_dr + head * stride_dh, token, length, stride_dt)
@@ -452,7 +460,7 @@ def _scan(
     program = tl.program_id(0)
     head = (program // PARTS % heads).to(tl.int64)
     row = (program // PARTS // heads).to(tl.int64)
-    slot = tl.load(slots + row * stride_slot).to(tl.int64)
+    slot = _slot(slots, row, stride_slot)
     if slot >= 0:
         dtype: tl.constexpr = errors.dtype.element_ty
         length = _length(lengths, row, tokens)
@@ -522,7 +530,7 @@ def _show(
     token, column = chunk * CHUNK + tl.arange(0, CHUNK), program % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     output += ((row * tokens + token[:, None]) * heads + head) * V + column[None, :]
     kept = (token < tokens)[:, None] & (column < V)[None, :]
-    if (tl.load(slots + row * stride_slot) >= 0) & (chunk * CHUNK < length):
+    if (_slot(slots, row, stride_slot) >= 0) & (chunk * CHUNK < length):
         dtype: tl.constexpr = errors.dtype.element_ty
         line = tl.arange(0, BLOCK)
         total = _total(decay + row * stride_dr + head * stride_dh, token, length, stride_dt)

@@ -13,7 +13,7 @@ __all__ = ["selective_state_step"]
 
 def selective_state_step(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     hidden: Tensor,
     step: Tensor,
     a_log: Tensor | None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def selective_state_step(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     hidden: Tensor,
     step: Tensor,
     a_log: Tensor | None,
@@ -29,7 +29,8 @@ def selective_state_step(
     Args:
         states: [S, D, N] or [S, H, P, N], of single precision or less (double here), written in place at the slots; all
             others stay.
-        slots: [R] int64, each row's state, different from each other; -1: none, the row's output is zero.
+        slots: [R] int64, each row's state, different from each other; -1: none, the row's output is zero. ``None``: the
+            rows' own numbers.
         hidden: [R, D] or [R, H, P].
         step: [R, D], or [R, H] or [R, H, P]: time steps before bias, softplus and limits.
         a_log: [D, N], or [H] or [H, P, N]: the logarithm of -a, which is below 0 so that states fade.
@@ -51,8 +52,8 @@ def selective_state_step(
         return (own if own.dim() == dimensions else own.unsqueeze(-1)).to(dtype)
 
     channels = hidden.dim() - 1  # dimensions of them
-    there = slots >= 0
-    state, given = states[slots.clamp(min=0)].to(dtype), hidden.to(dtype)
+    state = (states if slots is None else states[slots.clamp(min=0)]).to(dtype)
+    given = hidden.to(dtype)
     time = wide(step, 1 + channels)
     if step_bias is not None:
         time = time + wide(step_bias, channels)
@@ -71,5 +72,9 @@ def selective_state_step(
         output = output + wide(d, channels) * given
     if gate is not None:
         output = output * torch.nn.functional.silu(gate.to(dtype))
+    if slots is None:
+        states.copy_(state)
+        return output.to(hidden.dtype)
+    there = slots >= 0
     states[slots[there]] = state[there].to(states.dtype)
     return torch.where(there.view(-1, *[1] * channels), output, 0).to(hidden.dtype)

@@ -26,7 +26,7 @@ def tuning(numbers: int) -> Tuning:
 
 def selective_state_step(
     states: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     hidden: Tensor,
     step: Tensor,
     a_log: Tensor | None,
@@ -77,7 +77,7 @@ def selective_state_step(
         step_bias,
         output,
         *states.stride()[:3],
-        slots.stride(0),
+        0 if slots is None else slots.stride(0),
         *hidden.stride(),
         *step.stride(),
         *rate.stride(),
@@ -103,6 +103,14 @@ def selective_state_step(
         **({"launch_pdl": True} if overlap else {}),
     )
     return output
+
+
+@triton.jit
+def _slot(slots, row, stride):
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row * stride).to(tl.int64)
+    return slot
 
 
 @triton.jit
@@ -176,7 +184,7 @@ def _advance(
     head, row = (program // PARTS % heads).to(tl.int64), (program // PARTS // heads).to(tl.int64)
     channel, place = (program % PARTS * BLOCK + tl.arange(0, BLOCK)).to(tl.int64), tl.arange(0, LINE)
     kept = channel < P
-    slot = tl.load(slots + row * stride_slot).to(tl.int64)
+    slot = _slot(slots, row, stride_slot)
     outputs = output + (row * heads + head) * P + channel
     if slot < 0:
         tl.store(outputs, tl.zeros([BLOCK], output.dtype.element_ty), mask=kept)
