@@ -24,6 +24,8 @@ from decodekit.runtime.agreement import close, waves
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SILU = ("silu", "swish")
+_OTHERS = ("cu_seqlens", "seq_idx", "scale", "state_batch_indices")
+"""Arguments that ask for something else, among all those that a model hands on and most functions ignore."""
 
 _Function = Callable[..., Any]
 _Given = dict[str, Any]
@@ -76,9 +78,8 @@ def _agree(original: _Function, own: _Function, given: _Given, state: str | None
 
 
 def _fits(hidden: Tensor, *states: Tensor) -> bool:
-    """Whether the kernels take them; states that overlap, or are not stored by rows, they do not write."""
-    by_rows = all(own.stride(-1) == 1 and 0 not in own.stride() for own in states)
-    return by_rows and hidden.dtype in _DTYPES and triton_runs(hidden.device)
+    """Whether the kernels take them; states that overlap they do not write."""
+    return all(0 not in own.stride() for own in states) and hidden.dtype in _DTYPES and triton_runs(hidden.device)
 
 
 def _convolution(original: _Function) -> _Function:
@@ -91,8 +92,8 @@ def _convolution(original: _Function) -> _Function:
         **kwargs: Any,
     ) -> Any:
         known = activation is None or activation in _SILU
-        fits = known and not kwargs and conv_state.shape[-1] == weight.shape[-1] and weight.stride(-1) == 1
-        if not fits or hidden_states.dim() != 3 or not _fits(hidden_states, conv_state):
+        alike = conv_state.shape[-1] == weight.shape[-1] and conv_state.stride(-1) == weight.stride(-1) == 1
+        if not (known and alike) or kwargs or hidden_states.dim() != 3 or not _fits(hidden_states, conv_state):
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
         return conv_step(conv_state, None, hidden_states, weight, bias, silu=activation is not None)
 
@@ -157,8 +158,13 @@ def _chunked_delta_rule(original: _Function) -> _Function:
 
 
 def _plain(value: Tensor, others: Mapping[str, Any], *states: Tensor) -> bool:
-    """Whether no sequences are packed, and nothing is asked for that the kernels do not know."""
-    return _fits(value, *states) and others.get("cu_seqlens") is None and "scale" not in others
+    """Whether nothing is asked for that the kernels do not know, and states are stored by rows."""
+    by_rows = all(own.stride(-1) == 1 for own in states)
+    return by_rows and _fits(value, *states) and not _asks(others)
+
+
+def _asks(others: Mapping[str, Any]) -> bool:
+    return any(others.get(name) is not None for name in _OTHERS)
 
 
 def _delta_tries(tokens: int) -> Callable[[torch.device], Iterator[_Given]]:
@@ -192,7 +198,7 @@ def _selection(original: _Function) -> _Function:
         dt_softplus: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if not _fits(hidden_states, state) or B.stride(-1) != 1 or C.stride(-1) != 1:
+        if _asks(kwargs) or not _fits(hidden_states, state):
             options = {"z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, **kwargs}
             return original(state, hidden_states, dt, A, B, C, D, **options)
         # Models compute A as -exp(A_log): to look at it would wait for the GPU.

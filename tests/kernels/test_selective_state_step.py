@@ -135,8 +135,12 @@ def test_strides(device) -> None:
         expected = op(given[0].clone(), *given[1:])
         wide = [own.clone() for own in given]
         wide[2], wide[8] = (own.mT.contiguous().mT for own in (given[2], given[8]))
-        wide[5] = torch.cat([given[5], given[6]], -1)[..., :16]
+        wide[5], wide[6] = torch.cat([given[5], given[6]], -1)[..., :16], given[6].mT.contiguous().mT
         torch.testing.assert_close(op(*wide), expected, atol=1e-6, rtol=1e-6)
+        # As transformers' prefill leaves them.
+        turned = given[0].mT.contiguous().mT
+        torch.testing.assert_close(op(turned, *given[1:]), expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(turned, wide[0], atol=1e-6, rtol=1e-6)
 
 
 def test_states_that_would_grow_are_refused() -> None:

@@ -40,7 +40,7 @@ def selective_state_step(
     a: Tensor | None = None,
     cut: Tuning | None = None,
 ) -> Tensor:
-    """As the reference, in float32; the last dimension of states, b and c is contiguous."""
+    """As the reference, in float32."""
     rate = a if a_log is None else a_log
     assert rate is not None, "give either a_log or a"
     output = hidden.new_empty(hidden.shape)
@@ -76,13 +76,13 @@ def selective_state_step(
         gate,
         step_bias,
         output,
-        *states.stride()[:3],
+        *states.stride(),
         0 if slots is None else slots.stride(0),
         *hidden.stride(),
         *step.stride(),
         *rate.stride(),
-        *b.stride()[:2],
-        *c.stride()[:2],
+        *b.stride(),
+        *c.stride(),
         *((0, 0) if d is None else d.stride()),
         *((0, 0, 0) if gate is None else gate.stride()),
         *((0, 0) if step_bias is None else step_bias.stride()),
@@ -141,6 +141,7 @@ def _advance(
     stride_ss,
     stride_sh,
     stride_sp,
+    stride_sn,
     stride_slot,
     stride_hr,
     stride_hh,
@@ -153,8 +154,10 @@ def _advance(
     stride_an,
     stride_br,
     stride_bg,
+    stride_bn,
     stride_cr,
     stride_cg,
+    stride_cn,
     stride_dh,
     stride_dp,
     stride_gr,
@@ -192,7 +195,7 @@ def _advance(
         # Masks that are always true would break up wide reads.
         whole: tl.constexpr = PARTS * BLOCK == P and LINE == N
         inside = kept[:, None] & (place < N)[None, :]
-        cells = states + slot * stride_ss + head * stride_sh + channel[:, None] * stride_sp + place[None, :]
+        cells = states + slot * stride_ss + head * stride_sh + channel[:, None] * stride_sp + place[None, :] * stride_sn
         state = tl.load(cells) if whole else tl.load(cells, mask=inside, other=0.0)
         state = state.to(tl.float32)
         given = hidden + row * stride_hr + head * stride_hh + channel * stride_hp
@@ -219,8 +222,10 @@ def _advance(
                 speeds = -tl.exp(speeds)
             state = state * tl.exp(time[:, None] * speeds)
         shared = head // group
-        own_b = tl.load(b + row * stride_br + shared * stride_bg + place, mask=place < N, other=0.0).to(tl.float32)
-        own_c = tl.load(c + row * stride_cr + shared * stride_cg + place, mask=place < N, other=0.0).to(tl.float32)
+        own_b = b + row * stride_br + shared * stride_bg + place * stride_bn
+        own_b = tl.load(own_b, mask=place < N, other=0.0).to(tl.float32)
+        own_c = c + row * stride_cr + shared * stride_cg + place * stride_cn
+        own_c = tl.load(own_c, mask=place < N, other=0.0).to(tl.float32)
         state += (time * x)[:, None] * own_b[None, :]
         if whole:
             tl.store(cells, state.to(states.dtype.element_ty))
