@@ -80,3 +80,13 @@ def test_strides(device) -> None:
         expected = op(other, slots, hidden.contiguous(), weight[::2].contiguous(), bias[:12])
         assert torch.equal(op(states, slots, hidden, weight[::2], bias[:12]), expected)
         assert torch.equal(states, other)
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_rows_with_their_own_states(device) -> None:
+    for op in ops():
+        states, _, *rest = drawn(3, 20, 4, 1, device)
+        own, other = states[:3].clone(), states[:3].clone()
+        assert torch.equal(op(own, None, *rest), op(other, torch.arange(3, device=device), *rest))
+        assert torch.equal(own, other)
+        assert torch.equal(own[..., -1], rest[0][..., 0])

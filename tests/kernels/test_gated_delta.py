@@ -147,3 +147,15 @@ def test_strides(device) -> None:
             )
             decay, beta = -torch.rand(2, 2, 3, device=device).mT, torch.rand(2, 3, 4, device=device)[..., ::2]
             check(op, (states, slots, query, key, value, decay, beta), 2e-6, normalize=True)
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_rows_with_their_own_states(device) -> None:
+    for form, tokens in (("step", 2), ("chunks", 70)):
+        for op in ops(form):
+            states, _, *rest = drawn(3, tokens, 1, 2, 16, 16, device)
+            own, other = states[:3].clone(), states[:3].clone()
+            output = op(own, None, *rest)
+            torch.testing.assert_close(output, op(other, torch.arange(3, device=device), *rest), atol=0, rtol=0)
+            assert torch.equal(own, other)
+            assert not torch.equal(own, states[:3])

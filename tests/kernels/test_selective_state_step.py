@@ -143,6 +143,16 @@ def test_strides(device) -> None:
         torch.testing.assert_close(turned, wide[0], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("unwritten")
+def test_rows_with_their_own_states(device) -> None:
+    for op in ops():
+        for states, _, *rest in (mamba(3, 20, 16, device), mamba2(3, 2, 4, 8, 1, device)):
+            own, other = states[:3].clone(), states[:3].clone()
+            assert torch.equal(op(own, None, *rest), op(other, torch.arange(3, device=device), *rest))
+            assert torch.equal(own, other)
+            assert not torch.equal(own, states[:3])
+
+
 def test_states_that_would_grow_are_refused() -> None:
     states, slots, hidden, step, a_log, b, c, *_ = mamba2(2, 2, 4, 8, 1, "cpu")
     before = states.clone()
