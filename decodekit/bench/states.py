@@ -23,11 +23,13 @@ MAMBA_HEADS, MAMBA_WIDTH, MAMBA_STATE = 80, 64, 128
 """Of a Mamba-2 of 2.7 billion parameters."""
 LENGTH = 8192
 CHANNELS, COLUMNS = 8192, 4
-_NORMALIZED: dict[str, Any] = {"normalize": True}
 
 
 def state_cases(device: torch.device) -> Iterator[Case]:
-    """Each kernel of recurrent states, at several numbers of rows."""
+    """Each kernel of recurrent states, at several numbers of rows.
+
+    Plain torch has the rows' own states: slots it would wait for the GPU for.
+    """
     for rows in (1, 32, 256):
         yield _delta_step(rows, device)
     yield _delta_chunks(device)
@@ -45,25 +47,24 @@ def _drawn(rows: int, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _delta_step(rows: int, device: torch.device) -> Case:
-    given: tuple[Any, ...] = _drawn(rows, 1, device)
+    given = _drawn(rows, 1, device)
     states = torch.randn(rows, HEADS, WIDTH, WIDTH, device=device)
     slots = torch.randperm(rows, device=device)
-    ours = partial(gated_delta, states, slots, *given, **_NORMALIZED)
+    ours = _normalized(gated_delta, states, slots, given)
     peer, theirs = _fla("fused_recurrent_gated_delta_rule", given, states)
     if theirs is None:
-        theirs = _plain(torch_delta.gated_delta, given, states)
+        theirs = _normalized(torch_delta.gated_delta, states.clone(), None, given)
     return Case("gated_delta", f"{rows} x {HEADS} heads", peer, ours, theirs, 2 * states.nbytes)
 
 
 def _delta_chunks(device: torch.device) -> Case:
-    given: tuple[Any, ...] = _drawn(1, LENGTH, device)
+    given = _drawn(1, LENGTH, device)
     states = torch.zeros(1, HEADS, WIDTH, WIDTH, device=device)
-    ours = partial(
-        chunked_gated_delta, states, torch.zeros(1, dtype=torch.int64, device=device), *given, normalize=True
-    )
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    ours = _normalized(chunked_gated_delta, states, slots, given)
     peer, theirs = _fla("chunk_gated_delta_rule", given, states)
     if theirs is None:
-        theirs = _plain(torch_delta.chunked_gated_delta, given, states)
+        theirs = _normalized(torch_delta.chunked_gated_delta, states.clone(), None, given)
     # Queries, keys and values in, outputs out: what lies between is no part of the problem.
     return Case("chunked_gated_delta", f"1 x {LENGTH}", peer, ours, theirs, 4 * given[0].nbytes)
 
@@ -78,9 +79,10 @@ def _fla(name: str, given: tuple[Tensor, ...], states: Tensor) -> tuple[str, Cal
     return "fla", partial(getattr(gated_delta_rule, name), query, key, value, **options, use_qk_l2norm_in_kernel=True)
 
 
-def _plain(op: Callable[..., Any], given: tuple[Tensor, ...], states: Tensor) -> Callable[[], Any]:
-    """In plain torch; by the rows' own numbers, since chosen slots would wait for the GPU."""
-    return partial(op, states.clone(), None, *given, **_NORMALIZED)
+def _normalized(
+    op: Callable[..., Any], states: Tensor, slots: Tensor | None, given: tuple[Tensor, ...]
+) -> Callable[[], Any]:
+    return partial(op, states, slots, *given, normalize=True)
 
 
 def _selective(rows: int, device: torch.device) -> Case:

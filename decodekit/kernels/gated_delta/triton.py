@@ -258,6 +258,13 @@ def _step(
     whole: tl.constexpr = BLOCK == K and PARTS * COLUMNS == V
     inside, kept = line < K, column < V
     output += (row * tokens * heads + head) * V + column
+    query += row * stride_qr + (head // group).to(tl.int64) * stride_qh + line
+    key += row * stride_kr + (head // group).to(tl.int64) * stride_kh + line
+    value += row * stride_vr + head.to(tl.int64) * stride_vh + column
+    decay += row * stride_dr + head.to(tl.int64) * stride_dh
+    beta += row * stride_br + head.to(tl.int64) * stride_bh
+    # On their way while the slot is: where a state lies is known only then.
+    q, k, v, left, share = _token(query, key, value, decay, beta, inside, kept)
     if slot < 0:
         for _ in range(tokens):
             tl.store(output, tl.zeros([COLUMNS], output.dtype.element_ty), mask=kept)
@@ -269,16 +276,7 @@ def _step(
             state = tl.load(place).to(tl.float32)
         else:
             state = tl.load(place, mask=inside[:, None] & kept[None, :], other=0.0).to(tl.float32)
-        queries = query + row * stride_qr + (head // group).to(tl.int64) * stride_qh + line
-        own_keys = key + row * stride_kr + (head // group).to(tl.int64) * stride_kh + line
-        own_values = value + row * stride_vr + head.to(tl.int64) * stride_vh + column
-        decays = decay + row * stride_dr + head.to(tl.int64) * stride_dh
-        shares = beta + row * stride_br + head.to(tl.int64) * stride_bh
-        for _ in range(tokens):
-            k = tl.load(own_keys, mask=inside, other=0.0).to(tl.float32)
-            q = tl.load(queries, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(own_values, mask=kept, other=0.0).to(tl.float32)
-            left, share = tl.exp(tl.load(decays).to(tl.float32)), tl.load(shares).to(tl.float32)
+        for token in range(tokens):
             if NORMALIZE:
                 kk, qq, qk = tl.reduce((k * k, q * q, q * k), 0, _add_three)
                 shrink_k, shrink_q = tl.rsqrt(kk + 1e-6), tl.rsqrt(qq + 1e-6) * scale
@@ -291,15 +289,27 @@ def _step(
             state = state * left + k[:, None] * written[None, :]
             tl.store(output, result.to(output.dtype.element_ty), mask=kept)
             output += heads * V
-            queries += stride_qt
-            own_keys += stride_kt
-            own_values += stride_vt
-            decays += stride_dt
-            shares += stride_bt
+            # The next one, and behind the last that once more.
+            ahead = tl.minimum(tokens - 1 - token, 1)
+            query += ahead * stride_qt
+            key += ahead * stride_kt
+            value += ahead * stride_vt
+            decay += ahead * stride_dt
+            beta += ahead * stride_bt
+            q, k, v, left, share = _token(query, key, value, decay, beta, inside, kept)
         if whole:
             tl.store(place, state.to(states.dtype.element_ty))
         else:
             tl.store(place, state.to(states.dtype.element_ty), mask=inside[:, None] & kept[None, :])
+
+
+@triton.jit
+def _token(query, key, value, decay, beta, inside, kept):
+    """Query, key, value, what remains of the state and how much is written."""
+    q = tl.load(query, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(key, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(value, mask=kept, other=0.0).to(tl.float32)
+    return q, k, v, tl.exp(tl.load(decay).to(tl.float32)), tl.load(beta).to(tl.float32)
 
 
 @triton.jit
