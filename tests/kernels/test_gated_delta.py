@@ -58,12 +58,13 @@ SHAPES = [
 ]
 
 
-def ops(name):
+def ops(form):
     from decodekit.kernels.gated_delta import triton
+    from decodekit.kernels.gated_delta.chunked import triton as chunks
 
-    return {"step": (gated_delta, triton.gated_delta), "chunks": (chunked_gated_delta, triton.chunked_gated_delta)}[
-        name
-    ]
+    if form == "step":
+        return gated_delta, triton.gated_delta
+    return chunked_gated_delta, chunks.chunked_gated_delta
 
 
 @pytest.mark.usefixtures("unwritten")

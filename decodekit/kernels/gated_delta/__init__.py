@@ -52,7 +52,7 @@ def chunked_gated_delta(
     arguments = states, slots, query, key, value, decay, beta
     fits = max(key.shape[-1], value.shape[-1]) * value.element_size() <= _WIDEST
     if fits and triton_runs(value.device) and value.dtype != torch.float64:
-        from decodekit.kernels.gated_delta import triton
+        from decodekit.kernels.gated_delta.chunked import triton
 
         return triton.chunked_gated_delta(*arguments, lengths=lengths, scale=scale, normalize=normalize)
     return reference.chunked_gated_delta(*arguments, lengths=lengths, scale=scale, normalize=normalize)
