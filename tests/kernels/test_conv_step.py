@@ -34,12 +34,12 @@ def test_equals_transformers(device, rows, channels, width, tokens, silu) -> Non
         for biased in (False, True):
             states, slots, hidden, weight, bias = drawn(rows, channels, width, tokens, device)
             bias = bias if biased else None
-            expected_states = states.clone()
-            own = states[slots]
-            expected = causal_conv1d_update(hidden, own, weight, bias, "silu" if silu else None)
-            expected_states[slots] = own
+            expected_states, own = states.clone(), states[slots].double()
+            wide = hidden.double(), own, weight.double(), None if bias is None else bias.double()
+            expected = causal_conv1d_update(*wide, "silu" if silu else None)
+            expected_states[slots] = own.float()
             output = op(states, slots, hidden, weight, bias, silu)
-            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(states, expected_states, atol=0, rtol=0)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from decodekit.runtime import fused as fused_module
 from decodekit.runtime import fused_states as module
 from decodekit.runtime.fused import fused
 from tests.cache.families import family_model, forward
+
+pytestmark = pytest.mark.skipif(find_spec("fla") is not None, reason="transformers runs fla then, which needs a GPU")
 
 CONVOLUTION, DELTA = "causal_conv1d_update", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"]
 MAMBA2 = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
