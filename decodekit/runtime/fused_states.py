@@ -193,17 +193,26 @@ def _selection(original: _Function) -> _Function:
         B: Tensor,
         C: Tensor,
         D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **kwargs: Any,
+        *others: Any,  # in an order of the function's own
+        **options: Any,
     ) -> Any:
-        if _asks(kwargs) or not _fits(hidden_states, state):
-            options = {"z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, **kwargs}
-            return original(state, hidden_states, dt, A, B, C, D, **options)
-        # Models compute A as -exp(A_log): to look at it would wait for the GPU.
-        options = {"step_bias": dt_bias, "softplus": dt_softplus, "a": A, "check": False}
-        return selective_state_step(state, None, hidden_states, dt, None, B, C, D, z, **options)
+        if others or _asks(options) or not _fits(hidden_states, state):
+            return original(state, hidden_states, dt, A, B, C, D, *others, **options)
+        return selective_state_step(
+            state,
+            None,
+            hidden_states,
+            dt,
+            None,
+            B,
+            C,
+            D,
+            gate=options.get("z"),
+            step_bias=options.get("dt_bias"),
+            softplus=options.get("dt_softplus", False),
+            a=A,
+            check=False,  # models compute it as -exp(A_log): to look at it would wait for the GPU
+        )
 
     return update
 

@@ -185,6 +185,17 @@ def test_what_the_kernels_do_not_take_goes_to_the_function_itself(calls) -> None
                 assert any(own is value for own in passed), key
 
 
+@pytest.mark.usefixtures("fuses")
+def test_arguments_in_the_order_of_the_function_itself(calls) -> None:
+    usual = modeling_mamba2.mamba2_selective_state_update
+    given = next(module._selection_tries(4, 8)(torch.device("cpu")))
+    state, other = given["state"].clone(), given["state"].clone()
+    rest = [given[name] for name in ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")]
+    assert torch.equal(module._selection(usual)(state, *rest), usual(other, *rest))
+    assert torch.equal(state, other)
+    assert not calls
+
+
 def test_no_kernels_without_a_gpu(calls) -> None:
     model = family_model("mamba2")
     with torch.no_grad(), fused(model):
