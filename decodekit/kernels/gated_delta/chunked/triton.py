@@ -146,14 +146,14 @@ def _total(decay, token, length, stride_dt):
 def _rows(
     source, token, length, stride_t, dtype: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr
 ):
-    """[CHUNK, BLOCK] queries or keys."""
+    """[CHUNK, BLOCK] queries or keys as they are given, and what multiplies each: products of halves would be rounded more."""
     line = tl.arange(0, BLOCK)
     inside = (token < length)[:, None] & (line < K)[None, :]
     some = tl.load(source + token[:, None].to(tl.int64) * stride_t + line[None, :], mask=inside, other=0.0)
-    if NORMALIZE:
-        wide = some.to(tl.float32)
-        some = wide * tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
-    return some.to(dtype)
+    wide = some.to(tl.float32)
+    square = tl.sum(wide * wide, 1)
+    shrink = tl.where(square > 0, tl.rsqrt(square + 1e-6), 0.0) if NORMALIZE else tl.zeros_like(square) + 1.0
+    return some.to(dtype), shrink
 
 
 @triton.jit
@@ -232,21 +232,21 @@ def _prepare(
         shares = beta + row * stride_br + head * stride_bh + token.to(tl.int64) * stride_bt
         share = tl.load(shares, mask=token < length, other=0.0).to(tl.float32)
         own_keys = key + row * stride_kr + (head // group) * stride_kh
-        k = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
-        products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        k, shrink = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
+        products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (shrink[:, None] * shrink[None, :])
         later = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
         lower = tl.where(later, products * _between(total, CHUNK) * share[:, None], 0.0)
-        inverse = _inverse(lower, CHUNK, PRECISION).to(dtype)
+        inverse = _inverse(lower, CHUNK, PRECISION)
         line, column = tl.arange(0, BLOCK), tl.arange(0, VALUES)
         written = (row * chunks * CHUNK + token[:, None]) * heads + head
-        k = (k.to(tl.float32) * (share * tl.exp(total))[:, None]).to(dtype)
-        read = tl.dot(inverse, k, input_precision=PRECISION)
+        factors = (inverse * (share * tl.exp(total) * shrink)[None, :]).to(dtype)
+        read = tl.dot(factors, k, input_precision=PRECISION)
         tl.store(reads + written * K + line[None, :], read.to(dtype), mask=(line < K)[None, :])
         own_values = (
             value + row * stride_vr + head * stride_vh + token[:, None].to(tl.int64) * stride_vt + column[None, :]
         )
-        v = tl.load(own_values, mask=(token < length)[:, None] & (column < V)[None, :], other=0.0).to(tl.float32)
-        error = tl.dot(inverse, (v * share[:, None]).to(dtype), input_precision=PRECISION)
+        v = tl.load(own_values, mask=(token < length)[:, None] & (column < V)[None, :], other=0.0)
+        error = tl.dot((inverse * share[None, :]).to(dtype), v.to(dtype), input_precision=PRECISION)
         tl.store(errors + written * V + column[None, :], error.to(dtype), mask=(column < V)[None, :])
 
 
@@ -309,8 +309,8 @@ def _scan(
             error = tl.load(error_place, mask=(column < V)[None, :], other=0.0).to(tl.float32)
             error -= tl.dot(read, state.to(dtype), input_precision=PRECISION)
             tl.store(error_place, error.to(dtype), mask=(column < V)[None, :])
-            k = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
-            error = (error * tl.exp(last - total)[:, None]).to(dtype)
+            k, shrink = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
+            error = (error * (tl.exp(last - total) * shrink)[:, None]).to(dtype)
             state = state * tl.exp(last) + tl.dot(tl.trans(k), error, input_precision=PRECISION)
         tl.store(place, state.to(states.dtype.element_ty), mask=inside)
 
@@ -362,16 +362,16 @@ def _show(
         total = _total(decay + row * stride_dr + head * stride_dh, token, length, stride_dt)
         own_queries = query + row * stride_qr + (head // group) * stride_qh
         own_keys = key + row * stride_kr + (head // group) * stride_kh
-        q = _rows(own_queries, token, length, stride_qt, dtype, K, BLOCK, NORMALIZE)
-        k = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
-        attention = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _between(total, CHUNK)
+        q, shrink_q = _rows(own_queries, token, length, stride_qt, dtype, K, BLOCK, NORMALIZE)
+        k, shrink = _rows(own_keys, token, length, stride_kt, dtype, K, BLOCK, NORMALIZE)
+        attention = tl.dot(q, tl.trans(k), input_precision=PRECISION) * shrink[None, :] * _between(total, CHUNK)
         place = starts + ((row * chunks + chunk) * heads + head) * K * V + line[:, None] * V + column[None, :]
         start = tl.load(place, mask=(line < K)[:, None] & (column < V)[None, :], other=0.0)
         result = tl.dot(q, start, input_precision=PRECISION) * tl.exp(total)[:, None]
         written = (row * chunks * CHUNK + token[:, None]) * heads + head
         error = tl.load(errors + written * V + column[None, :], mask=(column < V)[None, :], other=0.0)
         result += tl.dot(attention.to(dtype), error, input_precision=PRECISION)
-        result = tl.where((token < length)[:, None], result * scale, 0.0)
+        result = tl.where((token < length)[:, None], result * (shrink_q * scale)[:, None], 0.0)
         tl.store(output, result.to(output.dtype.element_ty), mask=kept)
     else:
         tl.store(output, tl.zeros([CHUNK, COLUMNS], output.dtype.element_ty), mask=kept)
