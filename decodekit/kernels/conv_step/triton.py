@@ -9,7 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decodekit.kernels import overlaps
 
-CHANNELS = 256  # a program
+CHANNELS = 512  # a program
+FEW_CHANNELS = 128  # the same for few rows, which would leave most of the GPU idle
 NUM_WARPS = 4
 
 
@@ -27,7 +28,8 @@ def conv_step(
     output = hidden.new_empty((rows, tokens, channels)).mT
     if not output.numel():
         return output
-    block = min(CHANNELS, triton.next_power_of_2(channels))
+    most = FEW_CHANNELS if rows <= 8 else CHANNELS
+    block = min(most, triton.next_power_of_2(channels))
     _convolve[(rows, triton.cdiv(channels, block))](
         states,
         slots,
