@@ -99,22 +99,49 @@ def _convolve(
     else:
         inside = kept[:, None] & (column < WIDTH)
         place = states + slot * stride_ss + channel[:, None].to(tl.int64) * stride_sc + column
-        given = hidden + row * stride_hr + channel[:, None].to(tl.int64) * stride_hc
+        given = hidden + row * stride_hr + channel.to(tl.int64) * stride_hc
         weights = tl.load(weight + channel[:, None] * stride_w + column, mask=inside, other=0.0).to(tl.float32)
-        window = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        for token in range(tokens):
-            # Columns of the state, then of the new tokens.
-            first = token + 1
-            old = tl.load(place + first, mask=inside & (column + first < WIDTH), other=0.0).to(tl.float32)
-            new = given + (column + first - WIDTH).to(tl.int64) * stride_ht
-            window = old + tl.load(new, mask=inside & (column + first >= WIDTH), other=0.0).to(tl.float32)
-            result = tl.sum(window * weights, 1)
-            if bias is not None:
-                result += tl.load(bias + channel, mask=kept, other=0.0).to(tl.float32)
-            if SILU:
-                result = result / (1.0 + tl.exp(-result))
-            tl.store(output, result.to(output.dtype.element_ty), mask=kept)
-            output += channels
-        # A column is read by another thread than it is written by.
+        added = tl.zeros([BLOCK], tl.float32)
+        if bias is not None:
+            added += tl.load(bias + channel, mask=kept, other=0.0).to(tl.float32)
+        if WIDTH == 4:
+            # Columns stay where they are while their numbers move on: each is read once, all of a channel at once.
+            first, second, third, fourth = _columns(tl.load(place, mask=inside, other=0.0).to(tl.float32), BLOCK)
+            one, two, three, four = _columns(weights, BLOCK)
+            for token in range(tokens):
+                first, second, third = second, third, fourth
+                fourth = tl.load(given + token * stride_ht, mask=kept, other=0.0).to(tl.float32)
+                result = first * one + second * two + third * three + fourth * four + added
+                tl.store(output, _activated(result, SILU).to(output.dtype.element_ty), mask=kept)
+                output += channels
+            window = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape([BLOCK, COLUMNS])
+        else:
+            window = tl.zeros([BLOCK, COLUMNS], tl.float32)
+            for token in range(tokens):
+                # Columns of the state, then of the new tokens.
+                start = column + token + 1
+                old = tl.load(place + token + 1, mask=inside & (start < WIDTH), other=0.0).to(tl.float32)
+                new = given[:, None] + (start - WIDTH).to(tl.int64) * stride_ht
+                window = old + tl.load(new, mask=inside & (start >= WIDTH), other=0.0).to(tl.float32)
+                result = tl.sum(window * weights, 1) + added
+                tl.store(output, _activated(result, SILU).to(output.dtype.element_ty), mask=kept)
+                output += channels
+        # A column may be read by another thread than it is written by.
         tl.debug_barrier()
         tl.store(place, window.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activated(result, SILU: tl.constexpr):
+    if SILU:
+        result = result / (1.0 + tl.exp(-result))
+    return result
+
+
+@triton.jit
+def _columns(tile, BLOCK: tl.constexpr):
+    """The columns of a tile of four."""
+    even, odd = tl.split(tile.reshape([BLOCK, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
