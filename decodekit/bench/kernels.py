@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from decodekit.bench.cases import Case
+from decodekit.bench.states import state_cases
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.core.errors import InputError
 from decodekit.kernels import triton_runs
@@ -48,17 +51,6 @@ LINEARS = (
 ROWS_AND_LENGTHS = ((64, 8192), (8, 32768), (1, 131072), (128, 1024), (32, 2048), (1, 512))
 
 
-class Case(NamedTuple):
-    """A kernel at one shape: ours, its peer and the bytes that either has to move."""
-
-    kernel: str
-    shape: str
-    peer: str
-    ours: Callable[[], Any]
-    theirs: Callable[[], Any]
-    nbytes: int
-
-
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a kernel and shape; model and prompts are not used.
 
@@ -77,7 +69,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
     status("memory limit")
     bytes_a_ms = memory_speed(device)
     rows = []
-    for case in _cases(device):
+    for case in chain(_cases(device), state_cases(device)):
         status(f"{case.kernel} {case.shape}")
         # Of small operations several a graph, so that its launch does not count.
         repeats = 1 if case.nbytes > 2**28 else 10

@@ -22,7 +22,9 @@ from decodekit.kernels import triton_runs
 from decodekit.kernels.linear import MOST_ROWS, gated_linear, linear
 from decodekit.kernels.rms_norm import rms_norm
 from decodekit.kernels.rotary import rotary
+from decodekit.runtime.agreement import CLOSE, close, waves
 from decodekit.runtime.capture import fingerprint, hooked, is_hooked
+from decodekit.runtime.fused_states import state_swaps
 
 _HALVES = (torch.bfloat16, torch.float16)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -34,7 +36,6 @@ _RESIDUAL_LAYERS = {
 }
 """Layers that add attention and feed-forward to their input, each after a norm, and do nothing else."""
 _ROTATION = "apply_rotary_pos_emb"
-_CLOSE = 2e-2  # of two computations in half precision
 _CLOSE_LAYERS = 5e-2  # of several, each from the last one's result
 _PEAKS = (4.0, 64.0)
 """Largest numbers that an activation is tried with: some layers clamp them, and half precision holds the second's square."""
@@ -43,6 +44,8 @@ _PEAKS = (4.0, 64.0)
 @contextmanager
 def fused(model: Any) -> Iterator[None]:
     """A context in which forwards of few rows of a half-precision model on a GPU run fused kernels; elsewhere nothing changes.
+
+    Recurrences run theirs in single precision, too, and for any number of rows.
 
     Args:
         model: the model; a module whose forward was already replaced (hooks of accelerate, ...) is left alone.
@@ -67,17 +70,17 @@ class _Plans:
             plan = _Plan()
             with torch.no_grad():
                 plan.make(model)
-            made = self._made = key, [*map(_forward_swap, plan.forwards.items()), *plan.rotations]
+            made = self._made = key, [*map(_forward_swap, plan.forwards.items()), *plan.functions]
         return made[1]
 
 
 class _Plan:
-    """What is replaced in a model: forwards that gave the same numbers as its own."""
+    """What is replaced in a model: forwards and functions that gave the same numbers as its own."""
 
     def __init__(self) -> None:
         self._linears: set[nn.Module] = set()
         self.forwards: dict[nn.Module, Replacement] = {}
-        self.rotations: list[Swap] = []
+        self.functions: list[Swap] = []
 
     def make(self, model: nn.Module) -> None:
         devices = {own.device for own in model.parameters()}
@@ -100,14 +103,15 @@ class _Plan:
         for layer in model.modules():
             if f"{type(layer).__module__}.{type(layer).__qualname__}" in _RESIDUAL_LAYERS and not hooked(layer):
                 self._residual(layer)
-        self.rotations = [swap for name in sorted(names) if (swap := _rotation(sys.modules[name])) is not None]
+        self.functions = [swap for name in sorted(names) if (swap := _rotation(sys.modules[name])) is not None]
+        self.functions += state_swaps(model, next(iter(devices)))
 
     def _norm(self, module: Any, known: dict[type, float | None]) -> None:
         eps, weight = getattr(module, "variance_epsilon", getattr(module, "eps", None)), getattr(module, "weight", None)
         if eps is None or not isinstance(weight, Tensor) or weight.dtype not in _HALVES:
             return
         if type(module) not in known:
-            given = _waves(4, len(weight), device=weight.device).to(weight.dtype)
+            given = waves(4, len(weight), device=weight.device).to(weight.dtype)
             fits = [own for own in (0.0, 1.0) if _agree(module, Replacement(_norm, module, eps, own), [given])]
             known[type(module)] = fits[0] if fits else None
         if (offset := known[type(module)]) is not None:
@@ -119,7 +123,7 @@ class _Plan:
             return
         if gate.bias is not None or up.bias is not None or gate.weight.shape != up.weight.shape:
             return
-        given = _waves(4, gate.in_features, device=gate.weight.device).to(gate.weight.dtype)
+        given = waves(4, gate.in_features, device=gate.weight.device).to(gate.weight.dtype)
         largest = torch.stack([nn.functional.linear(given, own.weight).abs().max() for own in (gate, up)]).max()
         forward = Replacement(_feed_forward, module)
         if _agree(module, forward, [(given * (peak / largest)).to(given.dtype) for peak in _PEAKS]):
@@ -130,7 +134,7 @@ class _Plan:
         if not self._linears.issuperset(ends):
             return
         # One token a row: attention over itself alone is its value, whatever queries and keys round to.
-        whole = _waves(3, 1, ends[0].out_features, device=ends[0].weight.device).to(ends[0].weight.dtype)
+        whole = waves(3, 1, ends[0].out_features, device=ends[0].weight.device).to(ends[0].weight.dtype)
         turn = whole.new_ones(3, 1, layer.self_attn.head_dim)
         options = {"attention_mask": None, "position_embeddings": (turn, torch.zeros_like(turn))}
         parts = [_forward_swap(own) for own in self.forwards.items() if own[0] in set(layer.modules())]
@@ -160,12 +164,12 @@ def _rotation(module: Any) -> Swap | None:
             return original(query, key, cos, sin, *args, **kwargs)
         return rotary(query, key, cos, sin)
 
-    query, key = (_waves(2, heads, 3, 8) for heads in (4, 2))
-    angle = 3 * _waves(2, 3, 4)
+    query, key = (waves(2, heads, 3, 8) for heads in (4, 2))
+    angle = 3 * waves(2, 3, 4)
     cos, sin = (torch.cat([part, part], dim=-1) for part in (angle.cos(), angle.sin()))
     try:
         pairs = zip(original(query, key, cos, sin), rotary(query, key, cos, sin), strict=True)
-        same = all(_close(*pair) for pair in pairs)
+        same = all(close(*pair) for pair in pairs)
     except Exception:  # it takes other arguments
         same = False
     return _ROTATIONS.setdefault(module, Swap(module, _ROTATION, rotate, original)) if same else None
@@ -184,7 +188,7 @@ def _agree(
     forward: Replacement,
     inputs: Sequence[Tensor],
     parts: Sequence[Swap] = (),
-    apart: float = _CLOSE,
+    apart: float = CLOSE,
     **options: Any,
 ) -> bool:
     """Whether a module's own forward and another, with its parts replaced too, give the same numbers."""
@@ -192,21 +196,11 @@ def _agree(
         for given in inputs:
             expected = type(module).forward(module, given, **options)
             with swapped(parts):
-                if not _close(expected, forward(given, **options), apart):
+                if not close(expected, forward(given, **options), apart):
                     return False
     except Exception:  # it takes other arguments
         return False
     return True
-
-
-def _close(left: Tensor, right: Tensor, apart: float = _CLOSE) -> bool:
-    return bool((left.float() - right.float()).norm() <= apart * left.float().norm())
-
-
-def _waves(*shape: int, device: torch.device | None = None) -> Tensor:
-    """Numbers of all kinds without a random generator, whose state is the caller's."""
-    count = torch.Size(shape).numel()
-    return torch.arange(count, device=device).mul(0.7).sin().mul(2).reshape(shape)
 
 
 def _rows(hidden: Tensor) -> int:

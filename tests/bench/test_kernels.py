@@ -18,5 +18,6 @@ def test_every_kernel_has_a_peer() -> None:
     assert {row["kernel"] for row in rows} == {
         "paged_attention", "linear", "kv_write", "block_copy", "sample", "top_token", "apply_bitmask", "layer_divergence",
         "contrast", "repetition_penalty",
+        "gated_delta", "chunked_gated_delta", "selective_state_step", "conv_step",
     }  # fmt: skip
     assert all(row["ratio"] == row["ms"] / row["peer_ms"] > 0 for row in rows)

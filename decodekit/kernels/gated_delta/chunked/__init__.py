@@ -1,0 +1,1 @@
+"""The chunked form of the gated delta rule on a GPU."""
