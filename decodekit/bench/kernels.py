@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -155,8 +156,9 @@ def _cases(device: torch.device) -> Iterator[Case]:
         yield Case("repetition_penalty", shape, "torch", ours, theirs, 2 * logits.nbytes)
         words = torch.randint(-(2**31), 2**31, (rows, -(-VOCAB_SIZE // 32)), device=device, dtype=torch.int32)
         masked = logits.clone()
-        ours, theirs = (partial(op, masked, words) for op in (apply_bitmask, torch_bitmask.apply_bitmask))
-        yield Case("apply_bitmask", shape, "masked_fill", ours, theirs, masked.nbytes)
+        peer, op = _bitmask_peer()
+        ours, theirs = partial(apply_bitmask, masked, words), partial(op, masked, words)
+        yield Case("apply_bitmask", shape, peer, ours, theirs, masked.nbytes)
         ours, theirs = partial(top_token, logits), partial(torch_top.top_token, logits)
         yield Case("top_token", shape, "max", ours, theirs, logits.nbytes)
         early = normal(8, rows, VOCAB_SIZE)
@@ -168,6 +170,15 @@ def _cases(device: torch.device) -> Iterator[Case]:
         pair = contrast, torch_contrast.contrast
         ours, theirs = (partial(op, logits, early[0], 0.5, "ratio", share=0.1) for op in pair)
         yield Case("contrast", shape, "torch", ours, theirs, 3 * logits.nbytes)
+
+
+def _bitmask_peer() -> tuple[str, Callable[..., Any]]:
+    """Where it is installed, what xgrammar does on a GPU."""
+    if find_spec("xgrammar") is None:
+        return "masked_fill", torch_bitmask.apply_bitmask
+    from xgrammar import apply_token_bitmask_inplace
+
+    return "xgrammar", apply_token_bitmask_inplace
 
 
 def _layers(rows: int, device: torch.device) -> Iterator[Case]:
