@@ -14,7 +14,7 @@ from decodekit.bench.prompts import DEFAULT, read_rows
 from decodekit.cache.shapes import read_config
 from decodekit.runtime.engine import Engine
 
-NEW_TOKENS = 128
+NEW_TOKENS, WARM_UP = 128, 4
 BATCH = 8
 SLOTS = 64
 TOKENS_PER_STEP = 2048
@@ -54,20 +54,21 @@ def compare(
     tokens_per_step: int = TOKENS_PER_STEP,
 ) -> list[dict[str, Any]]:
     """The same for prompts of ids, which any model takes: speed does not depend on what weights and tokens say."""
-    ways: list[tuple[str, Callable[[], list[list[int]]]]] = [
-        (f"engine, {slots} slots", lambda: _engine(model, tokenizer, ids, slots, tokens_per_step)),
+    ways: list[tuple[str, Callable[[int], list[list[int]]]]] = [
+        (f"engine, {slots} slots", lambda new: _engine(model, tokenizer, ids, new, slots, tokens_per_step)),
     ]
     if model.device.type == "cuda":
-        ways.insert(0, ("generate_batch", lambda: _generate_batch(model, ids)))
+        ways.insert(0, ("generate_batch", lambda new: _generate_batch(model, ids, new)))
     if padded:
-        ways.insert(0, (f"generate, padded batches of {BATCH}", lambda: _padded(model, tokenizer, ids)))
+        ways.insert(0, (f"generate, padded batches of {BATCH}", lambda new: _padded(model, tokenizer, ids, new)))
     rows: list[dict[str, Any]] = []
     for name, way in ways:
         status(name)
         if model.device.type == "cuda":
+            way(WARM_UP)  # kernels are compiled
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        outputs = way()
+        outputs = way(NEW_TOKENS)
         seconds = time.perf_counter() - started
         tokens = sum(map(len, outputs))
         row: dict[str, Any] = {
@@ -108,7 +109,7 @@ def _chat(tokenizer: Any, prompt: str) -> str:
     return text
 
 
-def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
     """In the order of the prompts, as a plain loop does it; outputs end at their EOS."""
     pad, outputs = tokenizer.pad_token_id or 0, []
     eos = model.generation_config.eos_token_id
@@ -118,7 +119,7 @@ def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> lis
         width = max(map(len, batch))
         ids = torch.tensor([[pad] * (width - len(own)) + list(own) for own in batch], device=model.device)
         mask = torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in batch], device=model.device)
-        new = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad)
+        new = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad)
         for row in new[:, width:].tolist():
             over = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
             outputs.append(row[:over])
@@ -126,18 +127,18 @@ def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def _engine(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], slots: int, tokens_per_step: int
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], new_tokens: int, slots: int, tokens_per_step: int
 ) -> list[list[int]]:
     with Engine(model, tokenizer, {}, slots=slots, tokens_per_step=tokens_per_step) as engine:
-        requests = [engine.submit(ids, max_new_tokens=NEW_TOKENS) for ids in prompts]
+        requests = [engine.submit(ids, max_new_tokens=new_tokens) for ids in prompts]
         return [request.result().token_ids for request in requests]
 
 
-def _generate_batch(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _generate_batch(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
     from transformers import GenerationConfig
 
     config = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=model.generation_config.eos_token_id
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=model.generation_config.eos_token_id
     )
     outputs = model.generate_batch(inputs=[list(ids) for ids in prompts], generation_config=config)
     return [list(output.generated_tokens) for output in outputs.values()]

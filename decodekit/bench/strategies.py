@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from decodekit.bench.decode import random_model, reads, step_ms
+from decodekit.bench.decode import random_model, reads
 from decodekit.bench.prompts import token_prompts
 from decodekit.runtime.api import load
 from decodekit.runtime.decoder import Decoder
@@ -76,6 +75,8 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
         return _of_shape(prompts[0], tokenizer, status)
     plain = load({})
     rows = []
+    # min_new_tokens: both must decode the same number of tokens in every round.
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     for name, strategy in STRATEGIES.items():
         ours = load({"strategy": strategy})
         for length in PROMPT_TOKENS:
@@ -84,7 +85,11 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
             halves = [tokenizer.decode(ids[: length // 2]), tokenizer.decode(ids[length // 2 :])]
             prompt = {"prompt": "".join(halves), "context": halves[0]}
             timed = [
-                (_time(plain, model, tokenizer, prompt), _time(ours, model, tokenizer, prompt)) for _ in range(ROUNDS)
+                (
+                    _time(plain, model, tokenizer, prompt, **options),
+                    _time(ours, model, tokenizer, prompt, **options),
+                )
+                for _ in range(ROUNDS)
             ]
             rows.append(
                 {
@@ -105,32 +110,36 @@ def _of_shape(config: Any, tokenizer: Any, status: Callable[[str], None]) -> lis
     status("random weights")
     model = random_model(config, device)
     known = min(config.vocab_size, len(tokenizer))
-    ids, context = torch.randint(known, (2, 1, SHAPE_PROMPT_TOKENS), device=device)
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    given = {"dk_tokenizer": tokenizer, "dk_inputs": [{"context": context[0].tolist()}]}
-    decoders = {name: load(recipe) for name, recipe in {"plain": {}, **SHAPE_RECIPES}.items()}
-    times = {}
-    for name, decoder in decoders.items():
+    context, ids = torch.randint(known, (2, SHAPE_PROMPT_TOKENS)).tolist()
+    prompt = {"prompt": tokenizer.decode(ids), "context": tokenizer.decode(context)}
+    plain, rows = load({}), []
+    for name, recipe in SHAPE_RECIPES.items():
         status(name)
+        ours = load(recipe)
         # A constrained text could end only with the EOS.
-        ends = tokenizer.eos_token_id if name == "json_schema" else None
-        call = partial(model.generate, ids, **options, eos_token_id=ends, custom_generate=decoder, **given)
-        times[name] = step_ms(call, SHAPE_NEW_TOKENS)
+        options: dict[str, Any] = {"max_new_tokens": SHAPE_NEW_TOKENS}
+        ends = {"eos_token_id": tokenizer.eos_token_id if name == "json_schema" else None}
+        timed = [
+            (
+                _time(plain, model, tokenizer, prompt, eos_token_id=None, **options),
+                _time(ours, model, tokenizer, prompt, **ends, **options),
+            )
+            for _ in range(1 + ROUNDS)
+        ][1:]
+        rows.append(
+            {
+                "strategy": name,
+                "prompt_tokens": SHAPE_PROMPT_TOKENS,
+                "new_tokens": SHAPE_NEW_TOKENS,
+                "plain_ms_a_token": median(1000 * one.step for one, _ in timed),
+                "ms_a_token": median(1000 * other.step for _, other in timed),
+                "ratio": median(other.step / one.step for one, other in timed),
+            }
+        )
     release(model)
-    return [
-        {
-            "strategy": name,
-            "prompt_tokens": SHAPE_PROMPT_TOKENS,
-            "plain_ms_a_token": times["plain"],
-            "ms_a_token": times[name],
-            "ratio": times[name] / times["plain"],
-        }
-        for name in SHAPE_RECIPES
-    ]
+    return rows
 
 
-def _time(decoder: Decoder, model: Any, tokenizer: Any, prompt: Mapping[str, Any]) -> Timing:
-    # min_new_tokens: both must decode the same number of tokens in every round.
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "raw": True}
-    [output] = decoder.run(model, tokenizer, prompt, **options)
+def _time(decoder: Decoder, model: Any, tokenizer: Any, prompt: Mapping[str, Any], **options: Any) -> Timing:
+    [output] = decoder.run(model, tokenizer, prompt, raw=True, **options)
     return Timing(output.stats["itl_p50_s"], output.stats["prefill_s"] + output.stats["decode_s"])

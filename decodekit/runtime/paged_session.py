@@ -25,6 +25,9 @@ from decodekit.runtime.fused import fused
 from decodekit.runtime.session import Ids, Session
 from decodekit.runtime.shelf import give_back
 
+_PADS = (32, 1024)
+"""Pads that cost as much as another forward, on a CPU and on a GPU."""
+
 
 class Key(NamedTuple):
     """Which branch of which row owns a place in the cache."""
@@ -443,6 +446,7 @@ class PagedSession(Session):
         while waiting:
             chunks = {place: ids[: self._cache.max_query(place, len(ids))] for place, ids in waiting.items()}
             group = self._cache.together({place: len(ids) for place, ids in chunks.items()})
+            group = _alike({place: len(chunks[place]) for place in group}, _PADS[self.model.device.type != "cpu"])
             # Of a chunk, those of the wanted positions that are not in later ones.
             wanted = {
                 place: max(0, min(len(chunks[place]), last[place] - (len(waiting[place]) - len(chunks[place]))))
@@ -474,3 +478,20 @@ class PagedSession(Session):
         except Refused:
             return False
         return True
+
+
+def _alike(lengths: Mapping[int, int], most: int) -> list[int]:
+    """The longest of these places, and those that can be forwarded with them for at most so many pads.
+
+    Of few tokens a row, reading the weights is what costs: all go together.
+    """
+    longest = max(lengths.values())
+    if longest <= FEW:
+        return [*lengths]
+    chosen, pads = list[int](), 0
+    for place in sorted(lengths, key=lengths.__getitem__, reverse=True):
+        pads += longest - lengths[place]
+        if pads > most:
+            break
+        chosen.append(place)
+    return chosen

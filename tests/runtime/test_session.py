@@ -290,3 +290,23 @@ def test_what_a_window_cannot_do_is_refused(dense, tokenizer) -> None:
         windowed().score(dense, tokenizer, "the lamp", " is red while it charges", raw=True)
     with pytest.raises(InputError, match="need 3004 positions; the model has 2048"):
         dense.generate(torch.tensor([[5, 6]]), custom_generate=windowed(window=3000))
+
+
+def test_prompts_that_would_be_padded_much_are_forwarded_apart(dense) -> None:
+    shapes, lengths = [], (120, 30, 117, 28)
+    prompts = [[(row + 3 * place) % 90 for place in range(length)] for row, length in enumerate(lengths)]
+    handle = dense.register_forward_pre_hook(
+        lambda module, arguments, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        cache = PagedCache(dense.config, num_blocks=40)
+        session = PagedSession(dense, cache)
+        for row, prompt in enumerate(prompts):
+            session.expect(row, {"main": prompt})
+        logits = session.prefill(range(4))["main"].logits
+    finally:
+        handle.remove()
+    assert shapes == [(2, 120), (2, 30)]
+    for row, prompt in enumerate(prompts):
+        expected = dense(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(logits[row], expected)
