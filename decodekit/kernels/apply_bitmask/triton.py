@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = 128  # a program
+_WORDS = 32  # a program; the fastest on an H200, of few positions and of many
 
 
 def apply_bitmask(logits: Tensor, words: Tensor) -> None:
@@ -19,10 +19,11 @@ def apply_bitmask(logits: Tensor, words: Tensor) -> None:
 
 @triton.jit
 def _mask(logits, words, stride_l, stride_w, vocab_size, WORDS: tl.constexpr):
-    position = tl.program_id(1).to(tl.int64)
-    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    position, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * WORDS
+    word = first + tl.arange(0, WORDS)
     bits = tl.load(words + position * stride_w + word, mask=word * 32 < vocab_size, other=-1)
-    place = tl.arange(0, 32)
-    token = word[:, None] * 32 + place[None, :]
-    excluded = ((bits[:, None] >> place[None, :]) & 1) == 0
-    tl.store(logits + position * stride_l + token, float("-inf"), mask=excluded & (token < vocab_size))
+    excluded = ((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) == 0
+    # In one dimension threads write side by side.
+    token = first * 32 + tl.arange(0, WORDS * 32)
+    there = tl.reshape(excluded, [WORDS * 32]) & (token < vocab_size)
+    tl.store(logits + position * stride_l + token, float("-inf"), mask=there)
