@@ -42,7 +42,7 @@ class GatheredCache(SteppedCache):
                 f"{step.query_length}"
             )
         write, read, chosen = step.slots[number].on(key_states.device)
-        new = [key_states.detach(), value_states.detach()]
+        new = [part.detach() if part.requires_grad else part for part in (key_states, value_states)]
         if (store := self._stores.get(layer_idx)) is None:
             store = self._stores[layer_idx] = self._new_store(number, *map(_by_token, new))
         if isinstance(store, FullStore) and store.joins:

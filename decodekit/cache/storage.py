@@ -113,7 +113,8 @@ class FullStore:
 
     def join(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [N, H, ..., D] as they are kept, [N, H + H, ..., D]."""
-        return torch.cat([keys, values], dim=1).to(self._stored[0].dtype)
+        joined, dtype = torch.cat([keys, values], dim=1), self._stored[0].dtype
+        return joined if joined.dtype == dtype else joined.to(dtype)
 
     def write_joined(self, slots: Tensor, joined: Tensor) -> None:
         """As :meth:`write`, of what :meth:`join` gave for [N, H, D]."""
