@@ -99,6 +99,8 @@ def _of_shape(config: Any, status: Callable[[str], None]) -> list[dict[str, Any]
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
             release(model)
-        row["times_faster"] = row["generate_s"] / row["decodekit_s"] if row["generate_s"] else None
+        row["times_faster"] = (
+            row["generate_s"] / row["decodekit_s"] if row["generate_s"] and row["decodekit_s"] else None
+        )
         rows.append(row)
     return rows

@@ -187,9 +187,12 @@ class PagedCache(GatheredCache):
         self._finish(self._step)
 
     def abort(self) -> None:
-        """Take the step back that was begun: blocks, K/V and states are as before. Without one, do nothing."""
+        """Take the step or run back that was begun: blocks, K/V and states are as before. Without one, do nothing."""
         if self._step is not None:
             self._undo(self._step)
+        if (run := self._run) is not None:
+            self._run = None
+            run.abort()
 
     def fork(self, parents: Sequence[int]) -> None:
         """The rows become these, in this order: a row named twice is shared, a row not named is released.

@@ -75,7 +75,8 @@ class Frame:
         self._fixed, self.used = triton_runs(device), 0
         self._slots: list[Tensor] = []
         self._layouts: list[Layout] = []
-        self._states: dict[StateKey, Tensor] = {}
+        # Frames of so many rows share them: only one of them is in use.
+        self._states: dict[StateKey, Tensor] = cache.frame_states.setdefault(rows, {})
 
     def load(self, run: Run) -> None:
         """Begin the steps of a run, which fits."""
@@ -92,11 +93,9 @@ class Frame:
                     self._states[key] = own.new_zeros(self.rows, *own.shape[1:])
             self._states[key][: self.used] = own
 
-    def states(self) -> StateBatch | None:
-        """A copy of the rows' states; ``None`` where there are none."""
-        if not self._states:
-            return None
-        return StateBatch({key: own[: self.used].clone() for key, own in self._states.items()}, self.used)
+    def states(self, places: Sequence[int]) -> StateBatch | None:
+        """A copy of the states of some rows; ``None`` where there are none."""
+        return StateBatch(self._states, self.rows).take(places) if self._states else None
 
     @property
     def position_ids(self) -> Tensor:
@@ -121,7 +120,7 @@ class Frame:
     def end(self) -> None:
         """A forward is over: every row has a token more."""
         for key, own in collect(self._cache.layers, self.rows).tensors.items():
-            if own is not self._states[key]:  # kernels change it in place
+            if own.data_ptr() != self._states[key].data_ptr():  # kernels change it in place
                 self._states[key].copy_(own)
         self.lengths.add_(self.lengths >= 0)
         for fixed in self._works:
@@ -199,23 +198,19 @@ class Run:
             plans.append(plan_work(table, lengths, torch.arange(rows + 1), **options))
         return plans
 
-    def finish(self, tokens: Sequence[Sequence[int]]) -> bool:
+    def finish(self, tokens: Sequence[Sequence[int]]) -> list[bool]:
         """The run is over.
 
         Args:
             tokens: [R] those that each row has forwarded and keeps; others that it forwarded are dropped.
 
         Returns:
-            whether the rows keep them; states that have seen more cannot go back, and all is as before the run.
+            whether each row keeps them; where states have seen more, which cannot go back, it is as before the run.
         """
         if wrong := [len(own) for own in tokens if len(own) > self.steps]:
             raise InputError(f"rows of a run of {self.steps} steps have {wrong} tokens")
-        if not self._cache.keeps_states:
-            self._cache.end_run(self, tokens, None)
-            return True
-        kept = self.frame is not None and all(len(own) == self.launched for own in tokens)
-        states = self.frame.states() if kept and self.frame is not None else None
-        self._cache.end_run(self, tokens if kept else [[]] * len(tokens), states)
+        kept = [not self._cache.keeps_states or len(own) == self.launched for own in tokens]
+        self._cache.end_run(self, [list(own) if keep else [] for own, keep in zip(tokens, kept, strict=True)])
         return kept
 
     def abort(self) -> None:

@@ -23,7 +23,7 @@ from decodekit.cache.preempt import Suspended
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
 from decodekit.cache.runs import Frame, Run
-from decodekit.cache.states import Checkpoints, StateBatch
+from decodekit.cache.states import Checkpoints, StateKey
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
 from decodekit.cache.streaming import frequencies, make_stream
@@ -42,7 +42,8 @@ class SteppedCache(Cache):
         paths: what attended to the blocks of the steps so far, see :attr:`Layout.path`.
         heads_a_kv_head: query heads that share a K/V head.
         frame: whose forward is going on, of those that take many steps at once.
-        captured: graphs over its K/V by what tells them apart; whoever gives the cache up clears them.
+        captured: graphs over its K/V by what tells them apart; whoever gives the cache up lets go of them.
+        frame_states: rows of a frame to their states, which graphs write in place.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SteppedCache(Cache):
         self._config = config
         self.device = torch.device(device or "cpu")
         self._dtype, self._prefix_cache, self._salt = dtype, prefix_cache, salt
+        self._checkpoint = checkpoint if prefix_cache else None
         self.quantization = quantization
         self._host, self._stores = HostTier(host_bytes), dict[int, KVStore]()
         self.stream = make_stream(config, sinks, window)
@@ -110,7 +112,7 @@ class SteppedCache(Cache):
             self.groups,
             block_size,
             recurrent=bool(self._state_layers),
-            checkpoint=checkpoint if prefix_cache else None,
+            checkpoint=self._checkpoint,
             checkpoints=self._checkpoints,
             on_idle=partial(_settle_idle, self.groups, {} if quantization is None else self._stores),
         )
@@ -119,6 +121,7 @@ class SteppedCache(Cache):
         self._run: Run | None = None
         self.frame: Frame | None = None
         self.captured: dict[Any, list[Any]] = {}
+        self.frame_states: dict[int, dict[StateKey, Tensor]] = {}
         self.paths: set[str] = set()
 
     @property
@@ -242,6 +245,8 @@ class SteppedCache(Cache):
             return "a cache with a window"
         if not self.preallocated:
             return "a cache whose memory grows"
+        if self.keeps_states and isinstance(self._checkpoint, int):
+            return f"states that are saved every {self._checkpoint} tokens"
         return None if self.groups else "a model without K/V"
 
     def begin_run(self, rows: Sequence[int], tokens: Sequence[int], steps: int) -> Run:
@@ -262,12 +267,14 @@ class SteppedCache(Cache):
         self._run = Run(self, [self.rows[row] for row in rows], tokens, steps)
         return self._run
 
-    def end_run(self, run: Run, tokens: Sequence[Sequence[int]], states: StateBatch | None) -> None:
-        """What :meth:`Run.finish` does, with what its rows' states are then; rows without a token keep theirs."""
+    def end_run(self, run: Run, tokens: Sequence[Sequence[int]]) -> None:
+        """What :meth:`Run.finish` does, with the tokens that each row keeps; those without any stay as they were."""
         stale = {id(row.state.batch): row.state.batch for row in run.rows if row.state is not None}
+        places = [place for place, own in enumerate(tokens) if own]
         try:
-            if any(tokens):
-                self._book.advance(run.rows, tokens, states)
+            if places:
+                states = None if run.frame is None else run.frame.states(places)
+                self._book.advance([run.rows[place] for place in places], [tokens[place] for place in places], states)
             for number, group in enumerate(self.groups):
                 for row in run.rows:
                     group.pool.truncate(row.tables[number], row.length)
@@ -277,6 +284,11 @@ class SteppedCache(Cache):
         for number, group in enumerate(self.groups):
             self._seal(number, group, run.rows)
         self._book.on_idle()
+
+    def forget_captured(self) -> None:
+        """Let go of all graphs, which know K/V and states by their addresses."""
+        self.captured.clear()
+        self.frame_states.clear()
 
     def settle_copies(self, group: Group, copies: Sequence[Copy]) -> None:
         """Have room for all blocks that were handed out, and copy those that rows no longer share."""

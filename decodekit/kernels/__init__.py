@@ -6,6 +6,9 @@ from importlib.util import find_spec
 
 import torch
 
+MOST_PROGRAMS = 65_535
+"""Of a launch, in its second and third dimension."""
+
 _HAS_TRITON = find_spec("triton") is not None
 
 

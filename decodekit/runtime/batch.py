@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
@@ -19,7 +19,6 @@ from decodekit.recipe import PagedSpec
 from decodekit.runtime.branches import branches_of, other_model
 from decodekit.runtime.caches import shared_blocks, shared_cache
 from decodekit.runtime.choosing import StepRecord
-from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.intake import Intake, renumbered
 from decodekit.runtime.jobs import Job, Prompts
 from decodekit.runtime.lane import Lane, Turn
@@ -89,7 +88,6 @@ class Batch:
         self.ended: dict[str, Job] = {}
         # Those with a time limit.
         self._timed: list[Job] = []
-        self._graphs: WeakKeyDictionary[Lane, Graphs] = WeakKeyDictionary()
 
     @property
     def tokens(self) -> int:
@@ -113,13 +111,13 @@ class Batch:
             Refused: it has another vocabulary.
         """
         self._end_stretch()
-        self._graphs.clear()
         for name in names:
             if name not in self._models:
                 session = self._session(self._model_of(name, work))
                 self._models.append(name)
                 self.sessions.append(session)
                 self.loop.sessions.append(session)
+        self._lanes.renew_graphs()
 
     def rows(self, work: Work) -> tuple[list[SequenceState], list[Prompts]]:
         """The rows of a request, under numbers of their own, and the prompts of their branches by session.
@@ -186,16 +184,18 @@ class Batch:
         self._counts["step_s"] += time.perf_counter() - started
 
     def stats(self) -> dict[str, Any]:
-        """Counts so far, who waits and runs, and the figures of each model's cache."""
+        """Counts so far, who waits and runs, the figures of each model's cache, and what graphs did for each lane."""
         caches = {name: session.cache.stats() for name, session in zip(self._models, self.sessions, strict=True)}
         queue = {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
-        return {**self._counts, **queue, "num_blocks": self._blocks, "caches": caches}
+        graphs = [asdict(self._lanes.graphs(lane).stats) for lane in self._lanes.all]
+        return {**self._counts, **queue, "num_blocks": self._blocks, "caches": caches, "graphs": graphs}
 
     def close(self) -> None:
         """Give back what the lanes and sessions hold."""
         self._end_stretch()
         for session in self.sessions:
             session.clear()
+            session.cache.forget_captured()
         self._lanes.clear()
         self.loop.lanes, self.loop.known, self.loop.held = [], set(), set()
 
@@ -218,7 +218,7 @@ class Batch:
         """Begin many steps of all that run, where graphs take them, with the first; ``None``: a step is launched alone."""
         lanes = [lane for lane in self.loop.lanes if lane.tasks]
         live = self.loop.live
-        if len(lanes) != 1 or any(own.row not in self.loop.held for _, own in live):
+        if len(lanes) != 1 or not live or any(own.row not in self.loop.held for _, own in live):
             return None
         [lane] = lanes
         # A row may begin a block with its first token, and copy the one that it shares.
@@ -227,12 +227,11 @@ class Batch:
         if most < 1:
             return None
         self._prepare()
-        if lane not in self._graphs:
-            self._graphs[lane] = Graphs(self.sessions, lane)
-        if not self._graphs[lane].takes(live):
+        graphs = self._lanes.graphs(lane)
+        if not graphs.takes(live):
             return None
         # Whoever waits is tried again when they are over.
-        self._stretch = self._graphs[lane].run(live, most)
+        self._stretch = graphs.run(live, most)
         return self._go_on()
 
     def _go_on(self) -> list[StepRecord] | None:
@@ -246,13 +245,15 @@ class Batch:
         if record is None:
             self._stretch = None
             return None
+        if any(sequence.finish_reason is not None for sequence in record.sequences):
+            self._end_stretch()  # rows that are over are let go of before the next step
         return [record]
 
     def _end_stretch(self) -> None:
         """Give up the steps that were begun and not taken."""
-        if self._stretch is not None:
-            self._stretch.close()
-            self._stretch = None
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            stretch.close()
 
     def _budget(self) -> int:
         """Tokens of prompts in this step: what the decoding rows leave, and a block at least, so that nobody waits for ever."""
@@ -357,11 +358,9 @@ class Batch:
                 self.loop.held.discard(row)
 
     def _collect(self) -> None:
-        over = [job for job in self.scheduler.running if not job.live]
-        if over:
-            self._end_stretch()
-        for job in over:
-            self._end(job)
+        for job in [*self.scheduler.running]:
+            if not job.live:
+                self._end(job)
         self.loop.rearrange()
 
     def _end(self, job: Job) -> None:
@@ -395,6 +394,10 @@ class Batch:
 
     def _recover(self, why: str | None) -> None:
         """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""
+        try:
+            self._end_stretch()
+        except Exception:
+            _LOG.exception("steps that were begun could not be ended")
         # Where nobody runs, who comes first could not be taken in: tried again and again, it would hold up all others.
         first = [] if why is None else self.scheduler.waiting[:1]
         for job in [*self.scheduler.running] or first:

@@ -111,8 +111,8 @@ class Pick:
             self._lengths, self._prompts, self._seeds = torch.zeros(3, rows, dtype=torch.int64, device=device)
             self._counters = torch.zeros(rows, 4, dtype=torch.int32, device=device)
             self.read = torch.zeros(3, rows, dtype=torch.float64, device=device)
-            # Requests and streams are other ones at every load: a rule that asks for them cannot be captured.
-            self._rows = Rows(self._tokens, self._lengths, self._prompts, requests=(), streams=(), eos=pipeline.eos)
+            others: dict[str, Any] = {"requests": _Unknown(), "streams": _Unknown()}
+            self._rows = Rows(self._tokens, self._lengths, self._prompts, **others, eos=pipeline.eos)
             self._words = torch.full((rows, words), -1, dtype=torch.int32, device=device)
             self._staged = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self._words.is_cuda)
         self.graph: Any = None
@@ -177,6 +177,19 @@ class Pick:
             self._tokens.scatter_(1, self._lengths.unsqueeze(1), tokens.unsqueeze(1))
         self._lengths.add_(1)
         self._counters[:, 0].add_(1)
+
+
+_NOT_KNOWN = "a rule reads requests or streams, which a captured step does not know"
+
+
+class _Unknown(Sequence[Any]):
+    """What is another thing at every load, so that a rule which asks for it cannot be captured."""
+
+    def __getitem__(self, place: Any) -> Any:
+        raise RuntimeError(_NOT_KNOWN)
+
+    def __len__(self) -> int:
+        raise RuntimeError(_NOT_KNOWN)
 
 
 class Forward:
@@ -250,8 +263,14 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         # Only a replay fills it: what lies there may be anything.
         forward.outputs.blank()
     stats.forward_captures += 1
-    cache.captured.setdefault(key, []).append(forward)
+    # It serves whom those served that have less room.
+    kept = [own for own in cache.captured.get(key, ()) if not _covers(forward, own)]
+    cache.captured[key] = [*kept, forward]
     return forward
+
+
+def _covers(forward: Forward, other: Forward) -> bool:
+    return all(mine.holds(its) for mine, its in zip(forward.frame.shapes, other.frame.shapes, strict=True))
 
 
 def _signed(number: int, bits: int) -> int:

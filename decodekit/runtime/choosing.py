@@ -71,6 +71,7 @@ class Chooser:
     Attributes:
         shows_rows: rows grow together by a token a step, and are kept padded as ``generate`` shows them.
         keeps_logprobs: whether each token's log-probability is noted.
+        confines: the same.
         forks: new rows, with the row that each is to fork from before the next forward.
         speculation: chooses behind drafted tokens, if anything is drafted.
     """
@@ -92,7 +93,7 @@ class Chooser:
         self.input_ids, self.shows_rows = input_ids, False
         self.forks: dict[int, int] = {}
         self.speculation: Speculation | None = None
-        self.new_row, self._pipeline, self._confines = new_row, pipeline, confines
+        self.new_row, self._pipeline, self.confines = new_row, pipeline, confines
         self._pad, self._criteria, self._prompt_hidden = pad, criteria, prompt_hidden
         self.keeps_logprobs, self._keep_stages = keep_logprobs, keep_stages
         self._keep_raw = plan.sequence is not None
@@ -109,7 +110,7 @@ class Chooser:
         root = task.root
         try:
             root.states = self._pipeline.initial_states(root.request)
-        except (InputError, self._confines) as error:
+        except (InputError, self.confines) as error:
             task.fail(reason(error))
         if root.finish_reason is None:
             self._history.add(root.row, root.request.prompt_ids)
@@ -152,7 +153,7 @@ class Chooser:
                     taken |= self._search(task, own, view)
                 else:
                     taken |= self._advance(task, own, record, view)
-            except self._confines as error:
+            except self.confines as error:
                 task.fail(reason(error))
         if taken:
             self._history.append(list(taken), torch.tensor(list(taken.values()), device=self._device))
@@ -186,7 +187,7 @@ class Chooser:
                 if logprobs:
                     sequence.logprobs.append(logprobs[place])
                 piece = sequence.commit(tokens[place], now)
-            except self._confines as error:
+            except self.confines as error:
                 sequence.fail(reason(error))
                 continue
             taken[place], pieces[place] = True, piece if task.streams else ""
@@ -253,7 +254,7 @@ class Chooser:
                 if position in view.picked.failures:
                     raise RowError(view.picked.failures[position])
                 piece = self._commit(sequence, view.tokens[position], position, view)
-            except self._confines as error:
+            except self.confines as error:
                 sequence.fail(reason(error))
             else:
                 taken[sequence.row], record.taken[position] = view.tokens[position], True

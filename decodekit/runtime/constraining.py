@@ -19,7 +19,7 @@ from torch import Tensor
 from decodekit.core import registry
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, best_of_each, legal_only, mask_words
 from decodekit.core.drafts import Draft, DraftHost, DraftRow, DraftState
-from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
+from decodekit.core.errors import InputError, RowError, UnsupportedConstraint, reason
 from decodekit.core.protocols import Constraint, Drafter
 from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
@@ -327,8 +327,13 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
     return (own if all_rows else scores.index_copy(0, index, own)), failures
 
 
-def masks_of(sequences: Sequence[Any]) -> tuple[list[Tensor | None], dict[int, str]]:
-    """What may come next in each sequence, [ceil(V/32)] int32, ``None`` where all may; and why those fail that have nothing."""
+def masks_of(sequences: Sequence[Any], confines: type[Exception]) -> tuple[list[Tensor | None], dict[int, str]]:
+    """What may come next in each sequence, [ceil(V/32)] int32, ``None`` where all may; and why those fail that have nothing.
+
+    Args:
+        sequences: theirs.
+        confines: what ends a sequence alone.
+    """
     masks, failures = list[Tensor | None](), dict[int, str]()
     going = [own for own in sequences if own.constraint is not None and own.finish_reason is None]
     if len(going) > 1:
@@ -339,8 +344,8 @@ def masks_of(sequences: Sequence[Any]) -> tuple[list[Tensor | None], dict[int, s
         if own.constraint is not None and own.finish_reason is None:
             try:
                 masks[place] = own.constraint.mask()
-            except RowError as error:
-                failures[place] = str(error)
+            except confines as error:
+                failures[place] = reason(error)
     return masks, failures
 
 

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SILU = ("silu", "swish")
 _OTHERS = ("cu_seqlens", "seq_idx", "scale", "state_batch_indices")
 """Arguments that ask for something else, among all those that a model hands on and most functions ignore."""
+
+_SELECTION = {"state", "hidden_states", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus"}
 
 _Function = Callable[..., Any]
 _Given = dict[str, Any]
@@ -101,6 +104,7 @@ def _convolution(original: _Function) -> _Function:
     ) -> Any:
         known = activation is None or activation in _SILU
         alike = conv_state.shape[-1] == weight.shape[-1] and conv_state.stride(-1) == weight.stride(-1) == 1
+        alike = alike and (bias is None or bias.stride(-1) == 1)
         if not (known and alike) or kwargs or hidden_states.dim() != 3 or not _fits(hidden_states, conv_state):
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
         return conv_step(conv_state, None, hidden_states, weight, bias, silu=activation is not None)
@@ -134,6 +138,7 @@ def _delta_rule(original: _Function) -> _Function:
         if initial_state is None or not output_final_state or not _plain(value, kwargs, initial_state):
             options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             return original(query, key, value, g=g, beta=beta, initial_state=initial_state, **options, **kwargs)
+        query, key, value = map(_by_rows, (query, key, value))
         output = gated_delta(initial_state, None, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel)
         return output.to(query.dtype), initial_state
 
@@ -159,6 +164,7 @@ def _chunked_delta_rule(original: _Function) -> _Function:
         state = torch.zeros(shape, dtype=torch.float32, device=value.device)
         if initial_state is not None:
             state.copy_(initial_state)
+        query, key, value = map(_by_rows, (query, key, value))
         output = chunked_gated_delta(state, None, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel)
         return output.to(query.dtype), state if output_final_state else None
 
@@ -169,6 +175,11 @@ def _plain(value: Tensor, others: Mapping[str, Any], *states: Tensor) -> bool:
     """Whether nothing is asked for that the kernels do not know, and states are stored by rows."""
     by_rows = all(own.stride(-1) == 1 for own in states)
     return by_rows and _fits(value, *states) and not _asks(others)
+
+
+def _by_rows(given: Tensor) -> Tensor:
+    """The same numbers as the kernels read them: what comes from a convolution of many tokens lies by channels."""
+    return given if given.stride(-1) == 1 else given.contiguous()
 
 
 def _asks(others: Mapping[str, Any]) -> bool:
@@ -194,6 +205,9 @@ def _delta_tries(tokens: int) -> Callable[[torch.device], Iterator[_Given]]:
 
 
 def _selection(original: _Function) -> _Function:
+    # What another release adds may change the numbers.
+    unknown = signature(original).parameters.keys() - _SELECTION
+
     def update(
         state: Tensor,
         hidden_states: Tensor,
@@ -205,7 +219,8 @@ def _selection(original: _Function) -> _Function:
         *others: Any,  # in an order of the function's own
         **options: Any,
     ) -> Any:
-        if others or _asks(options) or not _fits(hidden_states, state):
+        more = any(options.get(name) is not None for name in unknown)
+        if others or more or _asks(options) or not _fits(hidden_states, state):
             return original(state, hidden_states, dt, A, B, C, D, *others, **options)
         return selective_state_step(
             state,

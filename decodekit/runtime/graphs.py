@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.runs import Run, bucket, most_steps
 from decodekit.core.constraint import mask_words
-from decodekit.core.errors import DecodekitError
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.capture import GraphStats, capture, hooked
@@ -99,10 +99,11 @@ class Graphs:
             if self.stats.short == 1:
                 _LOG.warning("a step is launched alone, as the blocks of many are not to be had: %s", error)
             return False
-        except (RuntimeError, DecodekitError) as error:
+        except Exception as error:
             if any(len(own.tokens) > count for own, count in zip(sequences, before, strict=True)):
                 raise
-            # Captures end so where a model or rule waits for the device; eager steps tell about everything else.
+            # Captures end so where a model or rule waits for the device, or asks for what a graph does not know; a step that is
+            # launched alone tells about everything else.
             self.stats.eager = f"it could not be captured: {str(error).splitlines()[0] if str(error) else error!r}"
             _LOG.warning(_EAGER, self.stats.eager)
             return False
@@ -112,9 +113,11 @@ class Graphs:
                 own.row: own.tokens[count - 1 : len(own.tokens) - 1]
                 for own, count in zip(sequences, before, strict=True)
             }
-            for session, run in zip(self._sessions, runs, strict=False):
-                session.end_run(run, forwarded)
-            self._chooser.extend({own.row: own.tokens[count:] for own, count in zip(sequences, before, strict=True)})
+            with ExitStack() as stack:
+                taken = {own.row: own.tokens[count:] for own, count in zip(sequences, before, strict=True)}
+                stack.callback(self._chooser.extend, taken)
+                for session, run in zip(self._sessions, runs, strict=False):
+                    stack.callback(session.end_run, run, forwarded)
 
     def _steps(self, sequences: Sequence[SequenceState]) -> int:
         """How many steps the next run has: the longest row's, unless one of them may not go that far."""
@@ -132,7 +135,7 @@ class Graphs:
 
     def _device(self, runs: Sequence[Run], sequences: Sequence[SequenceState]) -> Device:
         """What the GPU does for these runs, captured, and its tensors filled."""
-        most = max(len(own.request.prompt_ids) + own.limits.max_new_tokens - len(own.tokens) for own in sequences)
+        most = max(len(own.request.prompt_ids) + own.limits.max_new_tokens for own in sequences)
         forwards = [
             forward_of(session, run, most + run.steps, self.stats)
             for session, run in zip(self._sessions, runs, strict=True)
@@ -141,7 +144,7 @@ class Graphs:
         # Rows that forwards are filled up with lie behind those of the last branch.
         alone = names == [("main",)]
         rows = forwards[0].frame.rows if alone else len(sequences)
-        longest = max(len(own.request.prompt_ids) + own.limits.max_new_tokens for own in sequences) + STEPS
+        longest = most + STEPS
         # Without rules nobody looks at the tokens so far.
         width = 1 << (longest - 1).bit_length() if self._pipeline.steps else 0
         words = max((mask_words(own.constraint.width) for own in sequences if own.constraint is not None), default=0)
@@ -154,8 +157,12 @@ class Graphs:
 
         for forward, run in zip(forwards, runs, strict=True):
             forward.load(run)
-        key = (rows, width, words, *names, *map(id, forwards))
+        key = (rows, width, words, *names, *forwards)
         if (pick := self._picks.get(key)) is None:
+            kept = {own for session in self._sessions for held in session.cache.captured.values() for own in held}
+            self._picks = {
+                known: own for known, own in self._picks.items() if kept.issuperset(known[-len(self._sessions) :])
+            }
             pick = Pick(
                 self._scorer,
                 self._pipeline,
@@ -188,7 +195,7 @@ class Graphs:
             if constrained:
                 # What may come next is known once the last token is, and found out while that is forwarded.
                 device.launch_forwards(number + 1)
-                masks, failures = masks_of([own for _, own in live])
+                masks, failures = masks_of([own for _, own in live], self._chooser.confines)
                 device.pick.constrain(masks)
                 device.launch_pick()
                 device.launch_forwards(min(number + ahead, steps))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decodekit.runtime.call import make_lane, speculate, steps_of
+from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.intake import Intake
 from decodekit.runtime.lane import Lane
 from decodekit.runtime.paged_session import PagedSession
@@ -19,11 +20,12 @@ _KEPT = 16
 
 @dataclass(eq=False)
 class _Known:
-    """A lane, what its requests agree in, and how many it has, queued ones too."""
+    """A lane, what its requests agree in, what takes its steps from graphs, and how many it has, queued ones too."""
 
     kind: Any
     steps: list[str]
     lane: Lane
+    graphs: Graphs
     requests: int = 0
 
 
@@ -56,8 +58,10 @@ class Lanes:
         known = next((own for own in self._known if own.kind == kind and own.steps == names), None)
         if known is None:
             lane = make_lane(model, work, self._sessions, self._new_row, steps=steps, confines=Exception)
-            speculate(lane, model, work.given, self._sessions, self._tokens)
-            known = _Known(kind, names, lane)
+            graphs = Graphs(self._sessions, lane)
+            if graphs.stats.eager is not None:
+                speculate(lane, model, work.given, self._sessions, self._tokens)
+            known = _Known(kind, names, lane, graphs)
         else:
             self._known.remove(known)
             for (_, mine), (_, new) in zip(known.lane.pipeline.steps, steps, strict=True):
@@ -67,6 +71,15 @@ class Lanes:
         self._known.append(known)
         self._sweep()
         return known.lane
+
+    def graphs(self, lane: Lane) -> Graphs:
+        """What takes the steps of a lane from graphs, as far as they can."""
+        return next(own.graphs for own in self._known if own.lane is lane)
+
+    def renew_graphs(self) -> None:
+        """There are other sessions than before."""
+        for known in self._known:
+            known.graphs = Graphs(self._sessions, known.lane)
 
     def leave(self, lane: Lane, rows: Sequence[int]) -> None:
         """A request is over, with these rows of its prompts."""

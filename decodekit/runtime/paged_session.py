@@ -395,8 +395,10 @@ class PagedSession(Session):
         owners = [key.row for key in self._keys([*tokens])]
         for row in owners:
             self.forwarded[row] += len(tokens[row])
-        if not run.finish([tokens[row] for row in owners]):
-            self._again |= {key: [*tokens[key.row]] for key in self._keys([*tokens]) if tokens[key.row]}
+        kept = run.finish([tokens[row] for row in owners])
+        for key, keeps in zip(self._keys([*tokens]), kept, strict=True):
+            if not keeps and tokens[key.row]:
+                self._again[key] = [*tokens[key.row]]
 
     @override
     def close(self) -> None:

@@ -40,7 +40,7 @@ def borrow(model: Any, num_blocks: int, block_size: int) -> PagedCache:
         shelf = _shelf(model)
         cache, shelf.cache = shelf.cache, None
         if cache is not None and not _fits(cache, shelf.dtype, model, num_blocks, block_size):
-            cache.captured.clear()
+            cache.forget_captured()
             cache = None  # its memory is needed
         shelf.dtype = model.dtype
     if cache is None:
@@ -76,7 +76,7 @@ def release(model: Any) -> None:
     """Give up the memory that is kept for the next call with this model."""
     with _LOCK:
         if (cache := _shelf(model).cache) is not None:
-            cache.captured.clear()
+            cache.forget_captured()
         vars(model).pop(_NAME)
 
 

@@ -98,6 +98,20 @@ def test_logits_are_those_of_the_model(calls, name) -> None:
 
 @pytest.mark.usefixtures("fuses")
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_the_kernels_themselves_take_what_the_models_give(calls, monkeypatch, name) -> None:
+    for op in ("gated_delta", "conv_step", "selective_state_step"):
+        monkeypatch.setattr(f"decodekit.kernels.{op}.triton_runs", lambda device: True)
+    model, ids = family_model(name), torch.randint(3, 97, (2, 72), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = decoded(model, DynamicCache(config=model.config), ids)
+        with fused(model):
+            found = decoded(model, DynamicCache(config=model.config), ids)
+    assert calls == {OPS[own] for own in FUNCTIONS[name]}
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.usefixtures("fuses")
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
 def test_half_precision_is_as_exact_as_the_model(calls, name) -> None:
     model = copy.deepcopy(family_model(name))
     ids = torch.randint(3, 97, (2, 75), generator=torch.Generator().manual_seed(1))

@@ -9,11 +9,14 @@ import torch
 
 import decodekit
 from decodekit.cache.allocator import OutOfBlocks
+from decodekit.cache.paged import PagedCache
+from decodekit.cache.runs import Frame
 from decodekit.cache.stepping import SteppedCache
 from decodekit.cache.storage import FullStore
 from decodekit.core.errors import RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
+from decodekit.kernels.paged_attention import WorkShape
 from decodekit.runtime.capture import fingerprint, hooked
 from decodekit.runtime.constraining import RowConstraint
 from decodekit.runtime.engine import Engine
@@ -448,3 +451,84 @@ def test_an_engine_with_room_takes_its_steps_from_runs(steps, dense, tokenizer) 
         assert outputs() == runs
     assert runs[1] == ([], "cancelled")
     assert {reason for _, reason in runs} == {"length", "eos", "cancelled"}
+
+
+def test_a_request_goes_on_in_an_engine_when_one_of_its_rows_has_ended(steps, dense, tokenizer) -> None:
+    recipe = {"cache": "paged", "generation": {"do_sample": True, "seed": 1, "num_return_sequences": 2}, "rules": []}
+
+    def outputs(eos):
+        with Engine(dense, tokenizer, recipe, slots=4, tokens_per_step=64) as engine:
+            return [own.token_ids for own in engine.submit([5, 6, 7], max_new_tokens=30, eos_token_id=eos).results()]
+
+    first, second = next(found for found in map(outputs, range(3, 90)) if {*map(len, found)} == {30})
+    # Ends one of the two in the middle of a run.
+    eos = next(token for token in first[8:20] if token not in second)
+    before = steps["steps"]
+    assert sorted(outputs(eos)) == sorted([first[: first.index(eos) + 1], second])
+    assert steps["steps"] - before > 20
+
+
+@pytest.mark.parametrize("error", [ValueError, RowError])
+def test_a_constraint_that_breaks_ends_its_request_alone_in_an_engine(
+    steps, dense, tokenizer, monkeypatch, error
+) -> None:
+    mask, calls = RowConstraint.mask, []
+
+    def broken(self):
+        calls.append(self)
+        if len(calls) > 2 and self is calls[1] and calls.count(self) == 5:
+            raise error("on purpose")
+        return mask(self)
+
+    def outputs():
+        with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
+            recipe = {"constraint": {"kind": "regex", "pattern": "[a-f]{20}"}}
+            requests = [engine.submit([5 + n, 6, 7], recipe=recipe, max_new_tokens=24) for n in range(3)]
+            return [request.result() for request in requests]
+
+    plain = outputs()
+    assert steps["steps"] > 15
+    assert {len(own.text) for own in plain} == {20}
+    monkeypatch.setattr(RowConstraint, "mask", broken)
+    found = outputs()
+    assert found[1].finish_reason == "error"
+    assert "on purpose" in found[1].error
+    assert [found[place].text for place in (0, 2)] == [plain[place].text for place in (0, 2)]
+
+
+def test_a_request_whose_rule_cannot_begin_says_why_where_it_runs_alone(steps, dense, tokenizer) -> None:
+    with Engine(dense, tokenizer, {"cache": "paged"}) as engine:
+        output = engine.submit([5, 6, 7], recipe={"rules": [BrokenAtTheStart()]}, max_new_tokens=3).result()
+    assert output.finish_reason == "error"
+    assert "not today" in output.error
+
+
+class BrokenAtTheStart(Rule):
+    kind: Literal["broken_at_the_start"] = "broken_at_the_start"
+
+    def init_state(self, request):
+        raise RowError("not today")
+
+    def __call__(self, rows, logits):
+        return logits
+
+
+def test_states_that_are_written_in_place_are_not_copied(steps, monkeypatch) -> None:
+    model, copied = tiny_model("hybrid", dtype=torch.float32), []
+    cache = PagedCache(model.config, num_blocks=16, preallocate=True)
+    session = PagedSession(model, cache)
+    session.expect(0, {"main": [5, 6, 7]})
+    session.prefill([0])
+    run = session.begin_run([0], [9], 4)
+    frame = Frame(cache, 1, [WorkShape.of(plan) for plan in run.plan(1)])
+    frame.load(run)
+    frame.begin()
+    layer = next(own for own in cache.layers if getattr(own, "recurrent_states", None))
+    state = layer.recurrent_states[0]
+    before = state.clone()
+    layer.update_recurrent_state(state.add_(1))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, *options: copied.append(own.shape))
+    frame.end()
+    assert state.shape not in copied
+    [kept] = [own for own in cache.frame_states[1].values() if own.data_ptr() == state.data_ptr()]
+    assert torch.equal(kept, before + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decodekit.kernels import triton_runs
+from decodekit.kernels import MOST_PROGRAMS, triton_runs
 from decodekit.kernels.contrast import reference
 from decodekit.kernels.contrast.reference import Divergence, Form
 
@@ -50,4 +50,4 @@ def layer_divergence(final: Tensor, early: Tensor, divergence: Divergence = "jsd
 
 
 def _kernels_run(logits: Tensor) -> bool:
-    return triton_runs(logits.device) and logits.dtype != torch.float64
+    return triton_runs(logits.device) and logits.dtype != torch.float64 and len(logits) <= MOST_PROGRAMS

@@ -301,7 +301,8 @@ def _contrast_layers(
     peak, whole = _log_sum(sums, 0, layers, position, positions, chunks, CHUNKS)
     _, whole_early = _log_sum(sums, first + 1, layers, position, positions, chunks, CHUNKS)
     given = _numbers(final + position * stride_fp, own, vocab_size, TOKENS)
-    other = _numbers(early + first * stride_ec + position * stride_ep, own, vocab_size, TOKENS)
+    early += first.to(tl.int64) * stride_ec + position * stride_ep
+    other = _numbers(early, own, vocab_size, TOKENS)
     excluded = given == float("-inf")
     if PLAUSIBLE:
         excluded = excluded | (given < peak + floor)

@@ -193,6 +193,8 @@ def _attend(
     row, first_key, last_key = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     first, count, size = tl.load(item + 3), tl.load(item + 4), tl.load(item + 8)
     if count == 0:
+        if OVERLAP:
+            gdc_wait()  # what comes after a launch without any items must not overtake those before it
         return
     column = tl.arange(0, TILE)
     live = column < count * GROUP
@@ -309,29 +311,15 @@ def _attend(
             highest = higher
             if FLAT:
                 if ends:
-                    _store(
-                        *(
-                            output,
-                            parts,
-                            lse,
-                            result,
-                            highest,
-                            totals,
-                            place,
-                            part,
-                            query_head,
-                            live,
-                            heads,
-                            value_dim,
-                            DV,
-                        )
-                    )
+                    # fmt: off
+                    _store(output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV)
+                    # fmt: on
                     part = tl.where(part >= 0, part + 1, part)
                     highest = tl.full([TILE], float("-inf"), tl.float32)
                     totals = tl.zeros([16, TILE], tl.float32)
                     result = tl.zeros([BLOCK_DV, TILE], tl.float32)
         if not FLAT:
-            _store(*(output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV))
+            _store(output, parts, lse, result, highest, totals, place, part, query_head, live, heads, value_dim, DV)
             part = tl.where(part >= 0, part + 1, part)
 
 
