@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from decodekit.core.errors import InputError
 
 TokenId = Annotated[int, Field(ge=0)]
-Nested = tuple["float | Nested", ...]
 
 
 def encode(tokenizer: Any, text: str, used_by: str) -> tuple[int, ...]:
@@ -48,12 +44,3 @@ def check_ids(ids: Iterable[int], vocab_size: int, used_by: str) -> None:
             f"{used_by}: token id {largest} is not in the vocabulary, which has {vocab_size} tokens "
             f"(ids 0 to {vocab_size - 1}); were the ids taken from another tokenizer?"
         )
-
-
-@lru_cache(maxsize=256)
-def constant(values: Nested, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values`` as a tensor that is shared by all who ask for it, and never to be edited.
-
-    Made once a device: an upload at every token would stall the GPU and cannot be captured in a CUDA graph.
-    """
-    return torch.tensor(values, dtype=dtype, device=device)

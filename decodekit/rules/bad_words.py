@@ -11,9 +11,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.errors import InputError
 from decodekit.core.protocols import Rule
-from decodekit.core.tokens import TokenId, check_ids, constant, encode
+from decodekit.core.tokens import TokenId, check_ids, encode
 from decodekit.core.types import Rows
 
 Sequences = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
@@ -57,7 +58,7 @@ class BadWords(Rule):
         for sequences in _by_length(self.ids):
             # The tokens before the last may lie in the prompt, which may hold more ids than the logits reach.
             check_ids((sequence[-1] for sequence in sequences), logits.shape[-1], "bad_words")
-            banned = constant(sequences, torch.int64, logits.device)
+            banned = constant(sequences, logits.device, torch.int64)
             preceding, last = banned[:, :-1], banned[:, -1]
             completed = (rows.tail(preceding.shape[1]).unsqueeze(1) == preceding).all(-1)
             logits = logits.scatter_reduce(

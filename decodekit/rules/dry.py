@@ -8,9 +8,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.errors import InputError
 from decodekit.core.protocols import Rule
-from decodekit.core.tokens import TokenId, constant, encode
+from decodekit.core.tokens import TokenId, encode
 from decodekit.core.types import Rows, Scope
 
 _LONGEST = 50
@@ -87,4 +88,4 @@ class Dry(Rule):
 
     def _breaks(self, tokens: Tensor) -> Tensor:
         # isin makes the host wait where there are many breakers.
-        return (tokens.unsqueeze(-1) == constant(self.breaker_ids, torch.int64, tokens.device)).any(-1)
+        return (tokens.unsqueeze(-1) == constant(self.breaker_ids, tokens.device, torch.int64)).any(-1)

@@ -9,10 +9,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.errors import InputError
 from decodekit.core.frozen import FrozenDict
 from decodekit.core.protocols import Rule
-from decodekit.core.tokens import TokenId, check_ids, constant, encode
+from decodekit.core.tokens import TokenId, check_ids, encode
 from decodekit.core.types import Rows
 
 
@@ -54,7 +55,7 @@ class ForcedTokens(Rule):
         if self.text:
             raise InputError(f"forced_tokens: {self.text!r} is not tokenized yet; use rule.resolve(tokenizer)")
         check_ids(self.ids.values(), logits.shape[-1], "forced_tokens")
-        here = rows.positions.unsqueeze(-1) == constant(tuple(self.ids), torch.int64, logits.device)
-        token = (here * constant(tuple(self.ids.values()), torch.int64, logits.device)).sum(-1, keepdim=True)
+        here = rows.positions.unsqueeze(-1) == constant(tuple(self.ids), logits.device, torch.int64)
+        token = (here * constant(tuple(self.ids.values()), logits.device, torch.int64)).sum(-1, keepdim=True)
         alone = torch.full_like(logits, -math.inf).scatter(1, token, logits.gather(1, token))
         return torch.where(here.any(-1, keepdim=True), alone, logits)

@@ -8,10 +8,11 @@ import torch
 from pydantic import Field, FiniteFloat, field_validator
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.errors import InputError
 from decodekit.core.frozen import FrozenDict
 from decodekit.core.protocols import Rule
-from decodekit.core.tokens import TokenId, check_ids, constant, encode
+from decodekit.core.tokens import TokenId, check_ids, encode
 from decodekit.core.types import Rows
 
 Key = TokenId | Annotated[str, Field(min_length=1)]
@@ -65,8 +66,8 @@ class LogitBias(Rule):
             )
         check_ids(ids, logits.shape[-1], "logit_bias")
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        values = constant(tuple(self.bias.values()), wide.dtype, logits.device)
-        biased = wide.index_add(1, constant(ids, torch.int64, logits.device), values.expand(len(rows), -1))
+        values = constant(tuple(self.bias.values()), logits.device, wide.dtype)
+        biased = wide.index_add(1, constant(ids, logits.device, torch.int64), values.expand(len(rows), -1))
         return biased.to(logits.dtype)
 
 

@@ -9,8 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.protocols import Rule
-from decodekit.core.tokens import check_ids, constant
+from decodekit.core.tokens import check_ids
 from decodekit.core.types import Rows
 
 
@@ -30,5 +31,5 @@ class MinLength(Rule):
         if not rows.eos:
             return logits
         check_ids(rows.eos, logits.shape[-1], "min_length")
-        unending = logits.index_fill(1, constant(rows.eos, torch.int64, logits.device), -math.inf)
+        unending = logits.index_fill(1, constant(rows.eos, logits.device, torch.int64), -math.inf)
         return torch.where((rows.positions < self.n).unsqueeze(-1), unending, logits)

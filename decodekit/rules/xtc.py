@@ -9,9 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from decodekit.core.constants import constant
 from decodekit.core.errors import InputError
 from decodekit.core.protocols import Rule
-from decodekit.core.tokens import TokenId, check_ids, constant, encode
+from decodekit.core.tokens import TokenId, check_ids, encode
 from decodekit.core.types import Rows
 
 
@@ -52,6 +53,6 @@ class Xtc(Rule):
         acts = (rows.random() < self.probability).unsqueeze(-1)
         if kept := tuple(dict.fromkeys((*rows.eos, *self.protected_ids))):
             check_ids(kept, logits.shape[-1], "xtc")
-            loses = excluded[:, constant(kept, torch.int64, logits.device)].any(-1, keepdim=True)
+            loses = excluded[:, constant(kept, logits.device, torch.int64)].any(-1, keepdim=True)
             acts = acts & ~loses
         return torch.where(excluded & acts, -math.inf, logits)

@@ -89,6 +89,9 @@ class Pick:
 
     Attributes:
         read: [3, R] float64: the tokens, whether they are none, and their log-probabilities.
+        graph: what was captured of it.
+        constants: what that reads beside what lies here.
+        captures: whether it is to be captured.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Pick:
             self._words = torch.full((rows, words), -1, dtype=torch.int32, device=device)
             self._staged = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self._words.is_cuda)
         self.graph: Any = None
+        self.constants = list[Tensor]()
         self.captures = captures(device)
 
     def load(self, sequences: Sequence[SequenceState]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.runs import Run, bucket, most_steps
+from decodekit.core.constants import holding
 from decodekit.core.constraint import mask_words
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels import triton_runs
@@ -175,7 +176,8 @@ class Graphs:
             )
             pick.load(sequences)
             if pick.captures:
-                pick.graph = capture(pick, self.stats)
+                with holding(pick.constants):
+                    pick.graph = capture(pick, self.stats)
             self.stats.pick_captures += 1
             self._picks[key] = pick
             for forward, run in zip(forwards, runs, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -73,5 +74,7 @@ class Dola(TokenStrategy):
             share=self.relative_top,
             divergence=self.divergence or ("official" if official else "jsd"),
         )
-        outputs.annotate(premature_layer=constant(main.layers, chosen.device)[chosen], divergence=divergence)
+        outputs.annotate(
+            premature_layer=constant(main.layers, chosen.device, torch.int64)[chosen], divergence=divergence
+        )
         return scores

@@ -1,9 +1,8 @@
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 
 from decodekit.core.errors import InputError
-from decodekit.core.tokens import check_ids, constant, encode
+from decodekit.core.tokens import check_ids, encode
 from decodekit.testing import tiny_tokenizer
 
 
@@ -27,12 +26,3 @@ def test_check_ids_names_the_id_and_the_vocabulary() -> None:
         InputError, match=r"rule: token id 9 is not in the vocabulary, which has 9 tokens \(ids 0 to 8\)"
     ):
         check_ids([0, 9], 9, "rule")
-
-
-def test_constants_are_made_once_a_dtype() -> None:
-    cpu = torch.device("cpu")
-    table = constant(((1, 2), (3, 4)), torch.int64, cpu)
-    assert table.tolist() == [[1, 2], [3, 4]]
-    assert constant(((1, 2), (3, 4)), torch.int64, cpu) is table
-    assert constant((1, 2), torch.float32, cpu).dtype == torch.float32
-    assert constant((1, 2), torch.float64, cpu).dtype == torch.float64
