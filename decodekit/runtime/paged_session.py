@@ -347,8 +347,6 @@ class PagedSession(Session):
 
     def why_no_run(self) -> str | None:
         """Why its rows cannot take many steps at once; ``None``: they can."""
-        if self._recording:
-            return "rows that go back"
         if len({own.device for own in self.model.parameters()}) > 1:
             return "weights on several devices"
         reads = self._reads and triton_runs(self.model.device)
@@ -365,8 +363,8 @@ class PagedSession(Session):
         return self._cache.keeps_states
 
     def is_settled(self, rows: Sequence[int]) -> bool:
-        """Whether the next tokens of these rows are all that is to be forwarded for them."""
-        return not any(key in self._again for key in self._keys(rows))
+        """Whether these rows do not go back now, and their next tokens are all that is to be forwarded for them."""
+        return not self._recording and not any(key in self._again for key in self._keys(rows))
 
     def begin_run(self, rows: Sequence[int], tokens: Ids, steps: int) -> Run:
         """Begin many steps of one token each of rows, [R], which have the same branches, with the first token of each.

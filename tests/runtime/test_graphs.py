@@ -532,3 +532,16 @@ def test_states_that_are_written_in_place_are_not_copied(steps, monkeypatch) -> 
     assert state.shape not in copied
     [kept] = [own for own in cache.frame_states[1].values() if own.data_ptr() == state.data_ptr()]
     assert torch.equal(kept, before + 1)
+
+
+def test_requests_that_came_beside_drafts_take_runs_once_those_are_over(steps, dense, tokenizer) -> None:
+    with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
+        drafted = engine.submit([5, 6, 7, 5, 6, 7], recipe={"drafter": {"kind": "ngram"}}, max_new_tokens=6)
+        engine.step()
+        engine.step()
+        plain = engine.submit([8, 9, 3], max_new_tokens=30, eos_token_id=96)
+        drafted.result()
+        assert steps["steps"] == 0
+        plain.result()
+        assert steps["steps"] > 10
+        assert [own["eager"] for own in engine.stats()["graphs"]] == ["drafts", None]
