@@ -180,6 +180,9 @@ class SearchTask(Task):
             sequence.finish(reason)
             self.end(sequence, sum(sequence.logprobs))
         self.hypotheses = []
+        # Those that had ended are what was found so far, not what the search would have found.
+        for _, sequence in self._ended:
+            sequence.finish(reason)
 
     @override
     def results(self, count: int) -> list[Result]:
