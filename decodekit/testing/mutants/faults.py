@@ -31,9 +31,7 @@ RULES = _of(
      "torch.tensor([rows.states[0]] * len(rows),"),
     ("one draw for all rows", "xtc:Xtc.__call__", "rows.random() <", "rows.random()[:1] <"),
     ("xtc keeps none", "xtc:Xtc.__call__", "top & ~(ties & (ties.cumsum(-1, dtype=torch.int32) == 1))", "top"),
-    ("negative logits are divided", "repetition_penalty:RepetitionPenalty.__call__", "scores * self.penalty)",
-     "scores / self.penalty)"),
-    ("the scope is ignored", "repetition_penalty:RepetitionPenalty.__call__", "self.scope", '"both"'),
+    ("the scope is ignored", "repetition_penalty:RepetitionPenalty.__call__", 'self.scope == "output"', "False"),
     ("occurrences are not counted", "frequency_penalty:FrequencyPenalty.__call__", "self.scope)",
      "self.scope).clamp(max=1)"),
     ("n-grams beyond the history are banned", "no_repeat_ngram:NoRepeatNgram.__call__", "inside & reached & (", "("),
@@ -47,19 +45,28 @@ RULES = _of(
     ("the watermark begins late", "watermark:Watermark.__call__", ">= self.context_width)", "> self.context_width + 1)"),
 )  # fmt: skip
 
+KERNELS = _of(
+    "kernels.",
+    ("negative logits are divided", "repetition_penalty.reference:penalize_repeated", "scores * penalty)",
+     "scores / penalty)", "tests/rules/test_repetition_penalty.py"),
+    ("divergence is averaged over the batch", "contrast.reference:contrast_layers", "apart.argmax(0)",
+     "apart.mean(-1, keepdim=True).expand_as(apart).argmax(0)", "tests/strategies/test_dola.py"),
+    ("the first row's layer is everyone's", "contrast.reference:contrast_layers", "early[chosen, torch",
+     "early[chosen[:1], torch", "tests/strategies/test_dola.py"),
+    ("excluded tokens come back", "contrast.reference:contrast", ".masked_fill(_implausible(log_probs, share), -math.inf)",
+     ".nan_to_num(nan=0.0)", "tests/strategies/test_cfg.py"),
+    ("the expert is not amplified", "contrast.reference:contrast", "(1 + weight) * expert", "expert",
+     "tests/strategies/test_contrastive_decoding.py"),
+)  # fmt: skip
+
 STRATEGIES = _of(
     "strategies.",
-    ("divergence is averaged over the batch", "dola:Dola.score", "divergence.argmax(0)",
-     "divergence.mean(-1, keepdim=True).expand_as(divergence).argmax(0)"),
-    ("the first row's layer is everyone's", "dola:Dola.score", "early[chosen, torch", "early[chosen[:1], torch"),
-    ("context and prior change places", "cad:ContextAware.score", "(1 + alpha) * given - alpha * prior",
-     "(1 + alpha) * prior - alpha * given"),
-    ("adaptive weights are averaged", "cad:ContextAware.score", "divergence.unsqueeze(-1)", "divergence.mean()"),
+    ("context and prior change places", "cad:ContextAware.score", "contrast(given, prior, alpha)",
+     "contrast(prior, given, alpha)"),
+    ("adaptive weights are averaged", "cad:ContextAware.score", ".squeeze(0)  # [P]",
+     ".squeeze(0).mean().expand(len(given))"),
     ("the prior sees the context", "cad:ContextAware.branches", '("without_context", without)', '("without_context", main)'),
-    ("excluded tokens come back", "cfg:ClassifierFree.score", ".masked_fill(given == -math.inf, -math.inf)",
-     ".nan_to_num(nan=0.0)"),
     ("the negative prompt is the prompt", "cfg:ClassifierFree.branches", "request.prompt_ids[-1:]", "request.prompt_ids"),
-    ("the expert is not amplified", "contrastive_decoding:ContrastiveDecoding.score", "(1 + beta) * expert", "expert"),
     ("similarity is averaged", "contrastive_search:ContrastiveSearch.step", ".amax(-1)", ".mean(-1)"),
     ("the winner's state is lost", "contrastive_search:ContrastiveSearch.step", "hidden[winner : winner + 1]", "hidden[:1]"),
     ("the length penalty is forgotten", "beam:Beam.step", "best.score / length**self.length_penalty", "best.score"),
@@ -166,4 +173,4 @@ CACHE = [
     ),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *STRATEGIES, *SPECULATION, *LOOP, *CONSTRAINTS, *CACHE]
+FAULTS = [*RULES, *KERNELS, *STRATEGIES, *SPECULATION, *LOOP, *CONSTRAINTS, *CACHE]
