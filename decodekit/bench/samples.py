@@ -77,10 +77,8 @@ def _of_shape(config: Any, status: Callable[[str], None]) -> list[dict[str, Any]
     decoder = load({"rules": [], "generation": {"do_sample": True, "seed": 0}})
     for samples, length in SHAPE_SAMPLES:
         ids = torch.randint(config.vocab_size, (1, length), device=device)
-        plain = partial(
-            model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=True, num_return_sequences=samples
-        )
-        plain = partial(plain, eos_token_id=None, pad_token_id=0)
+        options = {"do_sample": True, "num_return_sequences": samples, "eos_token_id": None, "pad_token_id": 0}
+        plain = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
         row: dict[str, Any] = {"prompt_tokens": length, "samples": samples, "new_tokens": SHAPE_NEW_TOKENS}
         for name, call in (
             ("decodekit", partial(plain, custom_generate=decoder)),
