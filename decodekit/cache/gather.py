@@ -141,6 +141,17 @@ class Group:
         turn = self._turn(positions, torch.tensor(lengths).clamp_(min=0).unsqueeze(1))
         return Slots(blocks * size + positions % size, query_length, counts, spare, turn)
 
+    def new_slots(self, tables: Sequence[BlockTable], positions: Sequence[Tensor]) -> Slots:
+        """The slots of a packed step, which gathers nothing: of each row's new tokens, after each other.
+
+        Args:
+            tables: [R] with room for the new tokens.
+            positions: [R] the places of the new tokens in each row.
+        """
+        size, table = self.pool.block_size, self.block_table(tables)
+        slots = torch.cat([own[at // size] * size + at % size for own, at in zip(table, positions, strict=True)])
+        return Slots(slots.unsqueeze(0), len(slots), [len(slots)])
+
     def _turn(self, tokens: Tensor, query: Tensor) -> Turn | None:
         if self._stream is None:
             return None

@@ -36,10 +36,10 @@ class GatheredCache(SteppedCache):
             except BaseException:
                 self._undo(step)
                 raise
-        if (batch, query_length) != (len(step.rows), step.query_length):
+        if (batch, query_length) != step.shape:
+            rows, width = step.shape
             raise InputError(
-                f"the model was given {batch} rows of {query_length} tokens; the step has {len(step.rows)} rows of "
-                f"{step.query_length}"
+                f"the model was given {batch} rows of {query_length} tokens; the step has {rows} rows of {width}"
             )
         write, read, chosen = step.slots[number].on(key_states.device)
         new = [part.detach() if part.requires_grad else part for part in (key_states, value_states)]

@@ -110,6 +110,7 @@ class PagedCache(GatheredCache):
         *,
         attention_mask: Tensor | None = None,
         direct: bool = False,
+        packed: bool = False,
     ) -> Step:
         """Begin a forward of the next tokens of some rows; :meth:`commit` or :meth:`abort` ends it.
 
@@ -120,6 +121,8 @@ class PagedCache(GatheredCache):
             attention_mask: a mask of the caller's own, checked for its length.
             direct: the model's attention is :mod:`decodekit.cache.attention`'s and is given the step: it reads the blocks
                 itself, and what many rows share once.
+            packed: of a direct step, whose model is given the new tokens of all rows after each other as one row, [1, N], with
+                the step's ``position_ids`` and no mask: nothing is padded.
 
         Raises:
             OutOfBlocks: there is no room for all of it; nothing was taken.
@@ -158,7 +161,12 @@ class PagedCache(GatheredCache):
             )
         if attention_mask is not None:
             self._check_mask(attention_mask, self.shown([row.length for row in chosen]), query_length)
-        step = self._step = Step(self, chosen, [list(ids) for ids in tokens], direct=direct)
+        if packed and (not direct or self._state_layers):
+            raise InputError(
+                "rows can be packed where attention reads blocks (direct=True) and no layer keeps states, which would run on "
+                "from one row into the next"
+            )
+        step = self._step = Step(self, chosen, [list(ids) for ids in tokens], direct=direct, packed=packed)
         try:
             self._reserve(step, query_length)
             step.load(self.layers)

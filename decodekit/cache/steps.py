@@ -41,6 +41,7 @@ class Step:
         touched: layers whose states were asked for.
         explicit: whether it was begun by ``begin``, or by a forward that nobody announced.
         direct: whether attention reads the blocks itself, so that nothing is gathered for it.
+        packed: whether the new tokens of all rows lie after each other in one row, without pads.
         read: layers whose blocks were read so.
     """
 
@@ -52,17 +53,17 @@ class Step:
         *,
         opened: bool = False,
         direct: bool = False,
+        packed: bool = False,
     ) -> None:
         self._cache, self._tokens = cache, tokens
         self.rows = list(rows)
         # A row with fewer tokens than the others is padded on the left: as if it had been that much shorter before.
         self.counts = [len(ids) for ids in tokens] if tokens is not None else None
-        longest = max(self.counts or [0])
-        self.lengths = [
-            row.length + count - longest for row, count in zip(rows, self.counts or [0] * len(rows), strict=True)
-        ]
+        longest = 0 if packed else max(self.counts or [0])
+        pads = [0 if packed else longest - count for count in self.counts or [longest] * len(rows)]
+        self.lengths = [row.length - own for row, own in zip(rows, pads, strict=True)]
         self._before = [(row.length, row.state, row.final, len(row.tokens), len(row.past)) for row in rows]
-        self.explicit, self.opened, self.direct = tokens is not None, opened, direct
+        self.explicit, self.opened, self.direct, self.packed = tokens is not None, opened, direct, packed
         self.read: set[int] = set()
         self._layouts: dict[int, Layout] = {}
         self.query_length = 0
@@ -88,8 +89,15 @@ class Step:
         return (columns >= starts.unsqueeze(1)).long().to(self._cache.device)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tokens that the model is given: [R, q], packed [1, N]."""
+        return (1, sum(self.counts or ())) if self.packed else (len(self.rows), self.query_length)
+
+    @property
     def position_ids(self) -> Tensor:
-        """[R, q] int64: a row's tokens are numbered from 0, whatever its neighbours' lengths; in a stream, within it."""
+        """Of :attr:`shape`, int64: a row's tokens are numbered from 0, whatever its neighbours; in a stream, within it."""
+        if self.packed:
+            return torch.cat(self._new()).unsqueeze(0).to(self._cache.device)
         positions = (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)).clamp_(min=0)
         stream = self._cache.stream
         return (positions if stream is None else stream.positions(positions)).to(self._cache.device)
@@ -104,10 +112,12 @@ class Step:
         number = self._cache.group_of(layer_idx)
         if number not in self._layouts:
             group = self._cache.groups[number]
+            width = self.query_length
+            counts = torch.tensor(self.counts if self.packed else [width] * len(self.rows))
             self._layouts[number] = Layout(
                 block_table=group.block_table([row.tables[number] for row in self.rows]),
-                lengths=torch.tensor(self.lengths) + self.query_length,
-                query_start=torch.arange(len(self.rows) + 1) * self.query_length,
+                lengths=torch.tensor(self.lengths) + counts,
+                query_start=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
                 block_size=group.pool.block_size,
                 window=group.window,
             )
@@ -163,11 +173,20 @@ class Step:
                 self._copies.append([])
                 for table, count in zip(tables, counts, strict=True):
                     self._copies[-1].append(group.pool.append(table, count))
-            self.slots.append(group.slots(tables, self.lengths, query_length, counts))
+            if self.packed:
+                self.slots.append(group.new_slots(tables, self._new()))
+            else:
+                self.slots.append(group.slots(tables, self.lengths, query_length, counts))
             if self.direct:
                 group.rectangle.clear()  # it gets none of this step's columns
         self.query_length = query_length
         return [[copy for copied in per_row for copy in copied] for per_row in self._copies]
+
+    def _new(self) -> list[Tensor]:
+        """The places of each row's new tokens in it."""
+        return [
+            torch.arange(length, length + count) for length, count in zip(self.lengths, self.counts or (), strict=True)
+        ]
 
     def load(self, layers: Sequence[object]) -> None:
         """Give the recurrent layers a copy of these rows' states."""

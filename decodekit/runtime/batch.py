@@ -231,18 +231,21 @@ class Batch:
         if not graphs.takes(live):
             return None
         # Whoever waits is tried again when they are over.
-        self._stretch = graphs.run(live, most)
+        self._stretch = self._optimized(graphs.run(live, most))
         return self._go_on()
+
+    def _optimized(self, steps: Generator[StepRecord, None, bool]) -> Generator[StepRecord, None, bool]:
+        """Steps, during all of which the sessions' models are at their fastest: to make them so takes as long as a step."""
+        with ExitStack() as stack:
+            for session in self.sessions:
+                stack.enter_context(session.optimized())
+            return (yield from steps)
 
     def _go_on(self) -> list[StepRecord] | None:
         """The next step of those that were begun; ``None`` where none is left."""
         if self._stretch is None:
             return None
-        with ExitStack() as stack:
-            for session in self.sessions:
-                stack.enter_context(session.optimized())
-            record = next(self._stretch, None)
-        if record is None:
+        if (record := next(self._stretch, None)) is None:
             self._stretch = None
             return None
         if any(sequence.finish_reason is not None for sequence in record.sequences):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ class Forward:
         self._session = session
         self._run: Run | None = None
         self._graph: Any = None
+        # By rows that another forward would do for: the steps that it took for them.
+        self._lent = Counter[int]()
 
     @property
     def outputs(self) -> BranchOutputs:
@@ -230,13 +233,19 @@ class Forward:
         """Forward the tokens that the frame holds."""
         assert self._run is not None, "no run was begun"
         self._run.launched += 1
+        if (rows := bucket(len(self._run.rows), self.frame.tokens.device)) < self.frame.rows:
+            self._lent[rows] += 1
         if self._graph is None:
             self()
         else:
             self._graph.replay()
 
+    def lends(self, rows: int, most: int) -> bool:
+        """Whether it is to go on for so few rows, which it has taken fewer than ``most`` steps for."""
+        return self._lent[rows] < most
 
-def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) -> Forward:
+
+def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats, lent: int = 0) -> Forward:
     """A forward that serves a run, captured where graphs are.
 
     Args:
@@ -244,6 +253,7 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         run: the run.
         most: tokens that its longest row may get to have.
         stats: is told of captures.
+        lent: steps that a forward of more rows takes before one is captured for so few.
     """
     cache, rows = session.cache, bucket(len(run.rows), session.cache.device)
     # Where modules may change what they compute, every session has forwards of its own.
@@ -252,8 +262,13 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         del cache.captured[stale]
     key = model, session.layers, rows
     shapes = [WorkShape.of(plan) for plan in run.plan(rows)]
-    for forward in cache.captured.get(key, ()):
-        if all(mine.holds(its) for mine, its in zip(forward.frame.shapes, shapes, strict=True)):
+    if (forward := _serving(cache.captured.get(key, ()), shapes)) is not None:
+        return forward
+    larger = sorted(size for *own, size in cache.captured if lent and own == [*key[:-1]] and size > rows)
+    for size in larger:
+        needed = [WorkShape.of(plan) for plan in run.plan(size)]
+        forward = _serving(cache.captured[*key[:-1], size], needed)
+        if forward is not None and forward.lends(rows, lent):
             return forward
     now = max(row.length for row in run.rows) + run.steps
     most = max(now, most)
@@ -268,13 +283,17 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats) ->
         forward.outputs.blank()
     stats.forward_captures += 1
     # It serves whom those served that have less room.
-    kept = [own for own in cache.captured.get(key, ()) if not _covers(forward, own)]
+    kept = [own for own in cache.captured.get(key, ()) if not _holds(forward.frame.shapes, own.frame.shapes)]
     cache.captured[key] = [*kept, forward]
     return forward
 
 
-def _covers(forward: Forward, other: Forward) -> bool:
-    return all(mine.holds(its) for mine, its in zip(forward.frame.shapes, other.frame.shapes, strict=True))
+def _serving(forwards: Iterable[Forward], shapes: Sequence[WorkShape]) -> Forward | None:
+    return next((own for own in forwards if _holds(own.frame.shapes, shapes)), None)
+
+
+def _holds(roomy: Sequence[WorkShape], shapes: Sequence[WorkShape]) -> bool:
+    return all(mine.holds(its) for mine, its in zip(roomy, shapes, strict=True))
 
 
 def _signed(number: int, bits: int) -> int:

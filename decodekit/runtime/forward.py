@@ -138,6 +138,35 @@ class RaggedForward:
                     input_ids=input_ids, **{**given, "attention_mask": None}, **self._always, dk_cache=step
                 )
 
+    def packed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], kept: Tensor) -> Any:
+        """Forward the next tokens of these rows after each other, as one row without pads; attention reads the blocks itself.
+
+        Args:
+            rows: places in the cache.
+            tokens: [R] their next tokens, N in all.
+            kept: [n] the places among the N to give logits of.
+
+        Returns:
+            the outputs, with logits [1, n, V] and, where these are kept, hidden states [1, N, H].
+
+        Raises:
+            Refused: it cannot, for this model; nothing has changed.
+        """
+        ids = torch.tensor([[token for own in tokens for token in own]], device=self._model.device)
+        with self._cache.begin(rows, tokens, direct=True, packed=True) as step:
+            heads = {"logits_to_keep": kept} if "logits_to_keep" in self._accepted else {}
+            given = {"position_ids": step.position_ids, **heads, **self._always}
+            with attention(self._model, NAME_WITHOUT_MASKS):
+                outputs = self._model(input_ids=ids, **given, dk_cache=step)
+        if not heads:
+            outputs.logits = outputs.logits[:, kept]
+        return outputs
+
+    @property
+    def packs(self) -> bool:
+        """Whether its model is told the tokens' positions, without which rows cannot lie after each other."""
+        return "position_ids" in self._accepted
+
     @property
     def headless(self) -> bool:
         """Whether its model can leave its head out: transformers' own take the positions to project, which may be none."""

@@ -39,9 +39,11 @@ class Graphs:
         sessions: what runs the branches.
         lane: the requests.
         watched: what looks at every step on the host, if anything.
+        lent: steps that a graph of more rows takes before one is captured for fewer.
     """
 
-    def __init__(self, sessions: Sequence[Session], lane: Lane, *, watched: str | None = None) -> None:
+    def __init__(self, sessions: Sequence[Session], lane: Lane, *, watched: str | None = None, lent: int = 0) -> None:
+        self._lent = lent
         self._sessions = [session for session in sessions if isinstance(session, PagedSession)]
         self._scorer, self._pipeline, self._chooser = lane.scorer, lane.pipeline, lane.chooser
         self._keep_logprobs = lane.chooser.keeps_logprobs
@@ -138,7 +140,7 @@ class Graphs:
         """What the GPU does for these runs, captured, and its tensors filled."""
         most = max(len(own.request.prompt_ids) + own.limits.max_new_tokens for own in sequences)
         forwards = [
-            forward_of(session, run, most + run.steps, self.stats)
+            forward_of(session, run, most + run.steps, self.stats, self._lent)
             for session, run in zip(self._sessions, runs, strict=True)
         ]
         names = [session.run_branches([own.row for own in sequences]) for session in self._sessions]

@@ -61,12 +61,20 @@ class History:
 
     def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Add several tokens to rows."""
+        new = [
+            (self._slots[row], self._widths[row] + place, token)
+            for row, own in tokens.items()
+            for place, token in enumerate(own)
+        ]
+        if not new:
+            return
         for row, own in tokens.items():
-            start, stop = self._widths[row], self._widths[row] + len(own)
-            self._widen(stop)
-            slot = self._slots[row]
-            self._tokens[slot, start:stop] = torch.tensor(own, dtype=torch.long, device=self._device)
-            self._lengths[slot] = self._widths[row] = stop
+            self._widths[row] += len(own)
+        self._widen(max(self._widths[row] for row in tokens))
+        # All at once: on a GPU every copy from the host takes its time.
+        slots, places, values = torch.tensor(new, device=self._device).unbind(1)
+        self._tokens[slots, places] = values
+        self._lengths.index_add_(0, slots, torch.ones_like(slots))
 
     def rows(self, sequences: Sequence[SequenceState], eos: tuple[int, ...]) -> Rows:
         """What the rules are told about these sequences."""

@@ -18,6 +18,11 @@ _KEPT = 16
 """Lanes without requests that are kept: their drafters have learned something."""
 
 
+_LENT = 64
+"""Steps that a graph of more rows takes before one is captured for fewer, which takes as long as these save. Requests that came
+together end one after another, so that each number of rows lasts for a step or two."""
+
+
 @dataclass(eq=False)
 class _Known:
     """A lane, what its requests agree in, what takes its steps from graphs, and how many it has, queued ones too."""
@@ -58,7 +63,7 @@ class Lanes:
         known = next((own for own in self._known if own.kind == kind and own.steps == names), None)
         if known is None:
             lane = make_lane(model, work, self._sessions, self._new_row, steps=steps, confines=Exception)
-            graphs = Graphs(self._sessions, lane)
+            graphs = Graphs(self._sessions, lane, lent=_LENT)
             if graphs.stats.eager is not None:
                 speculate(lane, model, work.given, self._sessions, self._tokens)
             known = _Known(kind, names, lane, graphs)
@@ -79,7 +84,7 @@ class Lanes:
     def renew_graphs(self) -> None:
         """There are other sessions than before."""
         for known in self._known:
-            known.graphs = Graphs(self._sessions, known.lane)
+            known.graphs = Graphs(self._sessions, known.lane, lent=_LENT)
 
     def leave(self, lane: Lane, rows: Sequence[int]) -> None:
         """A request is over, with these rows of its prompts."""

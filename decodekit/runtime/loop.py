@@ -126,13 +126,23 @@ class Loop:
         """Forward what was chosen and drafted, then prompts; hand each lane its outputs."""
         rows = [row for turn in turns for row in turn.fan.rows]
         tokens = [ids for turn in turns for ids in turn.fan.tokens]
-        started = time.perf_counter()
-        stepped = [_Cut(session.step(rows, tokens, [*map(len, tokens)]) if rows else {}) for session in self.sessions]
-        seconds = time.perf_counter() - started
-        fresh = [sequence.row for turn in turns for _, sequence in turn.fresh]
         # Rows are numbered as they come: who came first is fed first.
-        fed = sorted(fresh)
-        through = set.intersection(*(session.feed(fed, budget) for session in self.sessions)) if fed else set()
+        fresh = [sequence.row for turn in turns for _, sequence in turn.fresh]
+        fed, last, seconds = sorted(fresh), [*map(len, tokens)], 0.0
+        if self.speculates:
+            # What a draft of so many tokens costs is measured, so that prompts are forwarded apart.
+            started = time.perf_counter()
+            parts = [session.step(rows, tokens, last) if rows else {} for session in self.sessions]
+            seconds = time.perf_counter() - started
+            through = [session.feed(fed, budget) if fed else set() for session in self.sessions]
+        else:
+            pairs = [session.advance(rows, tokens, last, fed, budget) for session in self.sessions]
+            parts, through = [own for own, _ in pairs], [own for _, own in pairs]
+        self._hand_out(turns, [*map(_Cut, parts)], set.intersection(*through), seconds)
+
+    def _hand_out(self, turns: Sequence[Turn], stepped: Sequence[_Cut], through: set[int], seconds: float) -> None:
+        """Hand each lane the outputs of its steps, and of its prompts that are through."""
+        fresh = [sequence.row for turn in turns for _, sequence in turn.fresh]
         self.known |= set(fresh)
         self.held |= through
         done = [row for row in fresh if row in through]

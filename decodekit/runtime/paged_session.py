@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,22 @@ class _Filling:
     hidden: dict[int, Tensor] | None
 
 
+class _Fed(NamedTuple):
+    """What a forward takes of prompts.
+
+    Attributes:
+        chosen: the prompts, and how many of their tokens.
+        tokens: a place in the cache, these tokens.
+        last: a place, 1 where its prompt is through with them, else 0.
+        hidden: a place, where its kept layers go, if anybody reads them.
+    """
+
+    chosen: list[tuple[_Filling, int]]
+    tokens: dict[int, list[int]]
+    last: dict[int, int]
+    hidden: dict[int, dict[int, Tensor]]
+
+
 @dataclass(frozen=True)
 class Aside:
     """A row that was put aside; :meth:`PagedSession.resume` brings it back.
@@ -81,6 +98,8 @@ class PagedSession(Session):
         self._cache = cache
         super().__init__(model, layers)
         self._reads = self._reads_blocks()
+        # Whether attention has seen the masks that transformers makes for several tokens a row: packed rows have none.
+        self._causal = False
         # Rows that share blocks with others: gathering would copy these for each of them.
         self._sharing: set[int] = set()
         # Which (branch, row) each row of the cache belongs to.
@@ -154,23 +173,31 @@ class PagedSession(Session):
 
     @override
     def feed(self, rows: Sequence[int], budget: int | None = None) -> set[int]:
+        fed = self._begin_feed(rows, budget)
+        return self._end_feed(rows, fed, self._advance(fed.tokens, fed.last, fed.hidden))
+
+    def _begin_feed(self, rows: Sequence[int], budget: int | None) -> _Fed:
+        """Which tokens of the prompts of rows, opened if they are not yet, are to be forwarded."""
         if self.rollbacks:
             self.record(True)  # not before: only what has begun is closed
         self.open(rows)
         place_of = self._places()
         chosen = self._chunks(rows, budget)
-        if chosen:
-            fed = {place_of[filling.keys[0]]: filling.rest[:count] for filling, count in chosen}
-            last = {
-                place: int(len(ids) == len(own.rest))
-                for (own, _), (place, ids) in zip(chosen, fed.items(), strict=True)
-            }
-            hidden = {place: own.hidden for (own, _), place in zip(chosen, fed, strict=True) if own.hidden is not None}
-            outputs = iter(self._advance(fed, last, hidden))
-            for (own, count), through in zip(chosen, last.values(), strict=True):
-                del own.rest[:count]
-                if through:
-                    self._through(own, next(outputs))
+        places = [place_of[own.keys[0]] for own, _ in chosen]
+        return _Fed(
+            chosen,
+            {place: own.rest[:count] for place, (own, count) in zip(places, chosen, strict=True)},
+            {place: int(count == len(own.rest)) for place, (own, count) in zip(places, chosen, strict=True)},
+            {place: own.hidden for place, (own, _) in zip(places, chosen, strict=True) if own.hidden is not None},
+        )
+
+    def _end_feed(self, rows: Sequence[int], fed: _Fed, outputs: Sequence[BranchOutputs]) -> set[int]:
+        """These tokens were forwarded, with the outputs of the prompts that are through; those of the rows whose are."""
+        following = iter(outputs)
+        for (own, count), through in zip(fed.chosen, fed.last.values(), strict=True):
+            del own.rest[:count]
+            if through:
+                self._through(own, next(following))
         waiting = {key.row for own in self._filling for key in own.keys}
         return set(rows) - waiting
 
@@ -211,20 +238,43 @@ class PagedSession(Session):
 
     @override
     def step(self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids) -> dict[str, BranchOutputs]:
-        place_of = self._places()
         keys = self._keys(rows)
         if not keys:
             return {}
-        fed, wanted = dict(zip(rows, tokens, strict=True)), dict(zip(rows, last, strict=True))
-        again = {place_of[key]: [*self._again.pop(key, ()), *fed[key.row]] for key in keys}
-        for key in keys:
-            self.forwarded[key.row] += len(again[place_of[key]])
+        again = self._next(keys, dict(zip(rows, tokens, strict=True)))
+        wanted = dict(zip(rows, last, strict=True))
         if all(len(ids) == 1 for ids in again.values()):
             outputs = self._keep(self._run(list(again), list(again.values())), "main")
         else:
-            outputs = BranchOutputs.concatenate(
-                self._advance(again, {place_of[key]: wanted[key.row] for key in keys}, {})
-            )
+            lasts = {place: wanted[key.row] for place, key in zip(again, keys, strict=True)}
+            outputs = BranchOutputs.concatenate(self._advance(again, lasts, {}))
+        return self._by_branch(keys, wanted, outputs)
+
+    @override
+    def advance(
+        self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids, feeding: Sequence[int], budget: int | None
+    ) -> tuple[dict[str, BranchOutputs], set[int]]:
+        keys = self._keys(rows)
+        if not (keys and feeding and self._packs()):
+            return super().advance(rows, tokens, last, feeding, budget)
+        fed = self._begin_feed(feeding, budget)
+        again = self._next(keys, dict(zip(rows, tokens, strict=True)))
+        wanted = dict(zip(rows, last, strict=True))
+        lasts = {place: wanted[key.row] for place, key in zip(again, keys, strict=True)}
+        outputs = self._advance({**again, **fed.tokens}, {**lasts, **fed.last}, fed.hidden)
+        stepped = self._by_branch(keys, wanted, BranchOutputs.concatenate(outputs[: len(keys)]))
+        return stepped, self._end_feed(feeding, fed, outputs[len(keys) :])
+
+    def _next(self, keys: Sequence[Key], fed: Mapping[int, Ids]) -> dict[int, list[int]]:
+        """The tokens that the places of keys forward next, of a row and what is to be forwarded before: counted as such."""
+        place_of = self._places()
+        again = {place_of[key]: [*self._again.pop(key, ()), *fed[key.row]] for key in keys}
+        for key in keys:
+            self.forwarded[key.row] += len(again[place_of[key]])
+        return again
+
+    @staticmethod
+    def _by_branch(keys: Sequence[Key], wanted: Mapping[int, int], outputs: BranchOutputs) -> dict[str, BranchOutputs]:
         counts: dict[str, int] = {}
         for key in keys:
             counts[key.branch] = counts.get(key.branch, 0) + wanted[key.row]
@@ -414,18 +464,30 @@ class PagedSession(Session):
             return [Key(name, row) for row in rows if row in self._branches]
         return [Key(name, row) for name in self._names for row in rows if name in self.branches(row)]
 
-    def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
-        """Forward the next tokens of these places; rows that share much are attended where it lies, once."""
+    def _in_place(self, longest: int) -> bool:
+        """Whether attention reads the blocks where they are, of rows with at most so many new tokens."""
         on_gpu = triton_runs(self.model.device)
-        reads = self._reads and (on_gpu or self._sharing)
         if self._cache.quantization is not None:
             # With many queries it costs less to dequantize the blocks once for all of them.
-            reads = reads and on_gpu and max(map(len, tokens)) <= FEW
-        if reads:
+            return self._reads and on_gpu and longest <= FEW
+        return self._reads and bool(on_gpu or self._sharing)
+
+    def _packs(self) -> bool:
+        """Whether rows with different numbers of new tokens are forwarded without pads."""
+        alone = self._cache.quantization is not None or self._cache.keeps_states
+        return not alone and self._forward.packs and self._in_place(1)
+
+    def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
+        """Forward the next tokens of these places; rows that share much are attended where it lies, once."""
+        longest = max(map(len, tokens))
+        if self._in_place(longest):
             try:
-                return self._forward(places, tokens, last=last, direct=True)
+                outputs = self._forward(places, tokens, last=last, direct=True)
             except Refused:
                 self._reads = False
+            else:
+                self._causal = self._causal or longest > 1
+                return outputs
         return self._forward(places, tokens, last=last)
 
     def _advance(
@@ -445,31 +507,75 @@ class PagedSession(Session):
         waiting = dict(tokens)
         while waiting:
             chunks = {place: ids[: self._cache.max_query(place, len(ids))] for place, ids in waiting.items()}
-            group = self._cache.together({place: len(ids) for place, ids in chunks.items()})
-            group = _alike({place: len(chunks[place]) for place in group}, _PADS[self.model.device.type != "cpu"])
+            group = self._group({place: len(ids) for place, ids in chunks.items()})
+            fed = [chunks[place] for place in group]
             # Of a chunk, those of the wanted positions that are not in later ones.
-            wanted = {
-                place: max(0, min(len(chunks[place]), last[place] - (len(waiting[place]) - len(chunks[place]))))
-                for place in group
-            }
-            width = max(1, *wanted.values())
-            outputs = self._keep(self._run(group, [chunks[place] for place in group], width), "main", width)
-            self._check_head(outputs)
-            for position, place in enumerate(group):
+            wanted = [
+                max(0, min(len(chunks[own]), last[own] - (len(waiting[own]) - len(chunks[own])))) for own in group
+            ]
+            if (forwarded := self._forward_group(group, fed, wanted)) is None:
+                continue
+            outputs, token_ends, output_ends = forwarded
+            for place, ids, count, token_end, output_end in zip(
+                group, fed, wanted, token_ends, output_ends, strict=True
+            ):
                 if place in hidden:
-                    self._note(hidden[place], position, len(chunks[place]))
-                if wanted[place]:
-                    end = (position + 1) * width
-                    parts[place].append(outputs.span(end - wanted[place], end))
-                waiting[place] = waiting[place][len(chunks[place]) :]
+                    self._note(hidden[place], token_end - len(ids), token_end)
+                if count:
+                    parts[place].append(outputs.span(output_end - count, output_end))
+                waiting[place] = waiting[place][len(ids) :]
                 if not waiting[place]:
                     del waiting[place]
         return [BranchOutputs.concatenate(own) for own in parts.values() if own]
 
-    def _note(self, known: dict[int, Tensor], position: int, count: int) -> None:
-        """Add the hidden states of the last ``count`` tokens at a position of the last forward."""
+    def _group(self, lengths: Mapping[int, int]) -> list[int]:
+        """Which of these places, with so many tokens each, share the next forward."""
+        group = self._cache.together(lengths)
+        if not self._packs():
+            return _alike({place: lengths[place] for place in group}, _PADS[self.model.device.type != "cpu"])
+        return group if self._causal else [place for place in group if lengths[place] == lengths[group[0]]]
+
+    def _forward_group(
+        self, group: Sequence[int], tokens: Sequence[Ids], wanted: Ids
+    ) -> tuple[BranchOutputs, list[int], list[int]] | None:
+        """Forward the tokens of places, without pads where that can be.
+
+        Args:
+            group: [P] places.
+            tokens: [P] their tokens.
+            wanted: [P] how many of their last positions to give.
+
+        Returns:
+            the outputs, where each place's tokens end among all that were forwarded, and where its own end in the outputs;
+            ``None`` where rows of this model cannot be forwarded so, and are to be grouped anew.
+        """
+        counts = [*map(len, tokens)]
+        places = range(1, len(group) + 1)
+        if not (self._packs() and len(set(counts)) > 1):
+            width = max(1, *wanted)
+            outputs = self._keep(self._run(group, tokens, width), "main", width)
+            self._check_head(outputs)
+            return outputs, [place * max(counts) for place in places], [place * width for place in places]
+        ends = [*itertools.accumulate(counts)]
+        kept = torch.tensor(
+            [place for end, count in zip(ends, wanted, strict=True) for place in range(end - count, end)],
+            dtype=torch.long,
+            device=self.model.device,
+        )
+        try:
+            raw = self._forward.packed(group, tokens, kept)
+        except Refused:
+            self._reads = False
+            return None
+        outputs = self._keep(raw, "main", kept=kept)
+        if wanted[-1]:
+            self._check_head(outputs)
+        return outputs, ends, [*itertools.accumulate(wanted)]
+
+    def _note(self, known: dict[int, Tensor], start: int, end: int) -> None:
+        """Add the hidden states of some of the tokens of the last forward."""
         for layer in self.layers:
-            part = self.raw.hidden_states[layer][position, -count:]
+            part = self.raw.hidden_states[layer].flatten(0, 1)[start:end]
             known[layer] = torch.cat([known[layer], part]) if layer in known else part
 
     def _reads_blocks(self) -> bool:

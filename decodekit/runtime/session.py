@@ -93,6 +93,12 @@ class Session(ABC):
             last: [R] how many of a row's last positions.
         """
 
+    def advance(
+        self, rows: Sequence[int], tokens: Sequence[Ids], last: Ids, feeding: Sequence[int], budget: int | None
+    ) -> tuple[dict[str, BranchOutputs], set[int]]:
+        """What :meth:`step` and :meth:`feed` do with these arguments, in one forward where rows need no pads."""
+        return self.step(rows, tokens, last) if rows else {}, self.feed(feeding, budget) if feeding else set()
+
     def rollback(self, drop: Mapping[int, int]) -> None:
         """Take back the last tokens of rows; after every step of a session that was made for it, which may drop nothing."""
         raise TypeError("the rows of this session cannot go back")
@@ -111,14 +117,14 @@ class Session(ABC):
         with compat.optimized(self.model), few_rows(self.model):
             yield
 
-    def _keep(self, raw: Any, branch: str, last: int = 1) -> BranchOutputs:
-        """The outputs at the last positions of every row of a forward, [rows * last, ...]."""
+    def _keep(self, raw: Any, branch: str, last: int = 1, kept: Tensor | None = None) -> BranchOutputs:
+        """The outputs at the last positions of every row of a forward, [rows * last, ...]; of a packed one, at [n] ``kept``."""
         self.raw = raw
+        logits = raw.logits[:, -last:] if kept is None else raw.logits
         # A copy, so that the logits of a whole prompt are not kept alive by a view of their last row.
-        logits = raw.logits[:, -last:].flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        layers = self.layers if branch == "main" else ()
-        hidden = {layer: raw.hidden_states[layer][:, -last:].flatten(0, 1) for layer in layers}
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        known = {layer: raw.hidden_states[layer] for layer in (self.layers if branch == "main" else ())}
+        hidden = {layer: own[:, -last:].flatten(0, 1) if kept is None else own[0, kept] for layer, own in known.items()}
         return BranchOutputs(logits, hidden, self._readout)
 
     def _check_head(self, outputs: BranchOutputs) -> None:

@@ -50,6 +50,38 @@ def test_every_request_has_the_tokens_of_its_solo_run(start) -> None:
         live_once(seed, FAMILIES[seed % 8 % 3])
 
 
+@pytest.mark.parametrize("start", [0, 24])
+def test_every_request_has_the_tokens_of_its_solo_run_where_rows_are_packed(start, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    for seed in range(start, start + 24):
+        live_once(seed, FAMILIES[seed % 2])
+
+
+def test_steps_and_prompts_share_a_forward_where_rows_are_packed(monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    seen = []
+    original = RaggedForward.packed
+
+    def noted(self, rows, tokens, kept):
+        seen.append(([len(ids) for ids in tokens], len(kept)))
+        return original(self, rows, tokens, kept)
+
+    monkeypatch.setattr(RaggedForward, "packed", noted)
+    prompts = [list(range(3, 9)), *(list(range(4, 4 + length)) for length in (9, 25))]
+    lengths = (8, 4, 4)
+    with engine_of(tokens_per_step=20) as engine:
+        requests = [engine.submit(ids, max_new_tokens=count) for ids, count in zip(prompts, lengths, strict=True)]
+        outputs = [request.result().token_ids for request in requests]
+    assert any(counts[0] == 1 and max(counts) > 1 for counts, _ in seen)
+    assert all(kept <= len(counts) for counts, kept in seen)  # a prompt that is not through gives nothing
+    with engine_of() as engine:
+        alone = [
+            engine.submit(ids, max_new_tokens=count).result().token_ids
+            for ids, count in zip(prompts, lengths, strict=True)
+        ]
+    assert outputs == alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1000, 11_000, 250))
 def test_every_request_has_the_tokens_of_its_solo_run_over_ten_thousand_schedules(start) -> None:

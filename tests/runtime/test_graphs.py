@@ -326,14 +326,19 @@ def captured(monkeypatch):
 
 
 @pytest.fixture
-def pads(monkeypatch):
-    """Forwards have eight rows, also here, where K/V of those that are not there are left out."""
+def fills(monkeypatch):
+    """K/V of rows that are not there are left out, as the kernel that writes them does."""
     write = FullStore.write
-    for where in ("captured", "graphs"):
-        monkeypatch.setattr(f"decodekit.runtime.{where}.bucket", lambda rows, device: 8)
     monkeypatch.setattr(
         FullStore, "write", lambda self, slots, *kv: write(self, slots[slots >= 0], *(own[slots >= 0] for own in kv))
     )
+
+
+@pytest.fixture
+def pads(monkeypatch, fills):
+    """Forwards have eight rows."""
+    for where in ("captured", "graphs"):
+        monkeypatch.setattr(f"decodekit.runtime.{where}.bucket", lambda rows, device: 8)
 
 
 @pytest.mark.usefixtures("captured", "pads")
@@ -352,6 +357,29 @@ def test_a_forward_serves_fewer_rows_than_it_was_captured_for(steps, dense, monk
     assert len(steps["rows"]) > 1
     assert steps["stats"].forward_captures == 1
     assert steps["stats"].pick_captures == 1
+
+
+@pytest.mark.usefixtures("captured", "fills")
+@pytest.mark.parametrize(("lent", "expected"), [(64, 1), (3, 3)])
+def test_a_few_steps_of_fewer_rows_are_taken_by_the_graph_of_more(
+    steps, dense, tokenizer, monkeypatch, lent, expected
+) -> None:
+    monkeypatch.setattr("decodekit.runtime.lanes._LENT", lent)
+    monkeypatch.setattr("decodekit.runtime.batch._STRETCH", 2)
+    # Keys of rows are cut, so that they are put together in any number of rows.
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (8, 16))
+    counts, prompts = (20, 30, 40), [[5 + n, 6, 7] for n in range(3)]
+    with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
+        requests = [
+            engine.submit(ids, max_new_tokens=count, eos_token_id=None)
+            for ids, count in zip(prompts, counts, strict=True)
+        ]
+        outputs = [request.result().token_ids for request in requests]
+        [graphs] = engine.stats()["graphs"]
+    assert graphs["eager"] is None
+    assert graphs["forward_captures"] == expected
+    for ids, count, output in zip(prompts, counts, outputs, strict=True):
+        assert output == decode(dense, {}, torch.tensor([ids]), new=count)[0, len(ids) :].tolist()
 
 
 def test_an_audit_sees_every_step(steps, dense, tokenizer) -> None:

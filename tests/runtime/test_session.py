@@ -8,6 +8,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.compat import CACHE_KEY
 from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.runtime import caches
+from decodekit.runtime.forward import RaggedForward
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.testing import tiny_model
 from tests.runtime.conftest import PROMPTS
@@ -21,8 +22,6 @@ SAMPLED = {"rules": [], "generation": {"do_sample": True, "seed": 1, "max_new_to
 def forwards(monkeypatch):
     """What every forward of a paged session was: rows, tokens, and whether attention read the blocks."""
     seen = []
-    from decodekit.runtime.forward import RaggedForward
-
     original = RaggedForward.__call__
 
     def noted(self, rows, tokens, *, last=1, direct=False):
@@ -61,6 +60,55 @@ def test_prompts_of_any_lengths_share_a_prefill_where_no_state_would_see_pads(pa
     forwards.clear()
     tiny_model("hybrid").generate(**padded(), custom_generate=decoder)
     assert sorted(rows for rows, *_ in forwards) == [1, 1, 1, 1, 2, 2]  # those of equal length
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Lets attention read blocks here, too, as on a GPU; the tokens of the rows of every packed forward."""
+    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    seen = []
+    original = RaggedForward.packed
+
+    def noted(self, rows, tokens, kept):
+        raw = original(self, rows, tokens, kept)
+        seen.append([len(ids) for ids in tokens])
+        assert raw.logits.shape[:2] == (1, len(kept))
+        return raw
+
+    monkeypatch.setattr(RaggedForward, "packed", noted)
+    return seen
+
+
+PACKED = ["dense", "sliding"]
+RECIPES = [
+    {},
+    {"strategy": {"kind": "dola", "layers": [1, 2]}},
+    {"strategy": {"kind": "contrastive_search", "top_k": 3, "penalty_alpha": 0.6}},
+    {"drafter": {"kind": "ngram"}},
+]
+
+
+@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "dola", "contrastive_search", "ngram"])
+def test_rows_of_other_lengths_are_packed_where_attention_reads_blocks(family, recipe, padded, packed) -> None:
+    model = tiny_model(family).double()
+    options = {"max_new_tokens": 12, "min_new_tokens": 12}
+    found = model.generate(**padded(), **options, custom_generate=decodekit.load(recipe))
+    # The first, alone, shows the masks that transformers makes of it; then the others, without a pad.
+    assert packed[0] == [len(prompt) for prompt in PROMPTS if len(prompt) != len(PROMPTS[0])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: False)
+        assert torch.equal(found, model.generate(**padded(), **options, custom_generate=decodekit.load(recipe)))
+
+
+def test_a_model_that_cannot_be_told_positions_is_not_packed(padded, packed, monkeypatch) -> None:
+    model = tiny_model("dense")
+    expected = model.generate(**padded(), custom_generate=decodekit.load({}))
+    assert packed
+    packed.clear()
+    monkeypatch.setattr(RaggedForward, "packs", False)
+    assert torch.equal(expected, model.generate(**padded(), custom_generate=decodekit.load({})))
+    assert not packed
 
 
 def test_a_model_that_does_not_hand_the_step_down_is_gathered_for(forwards) -> None:
