@@ -393,7 +393,7 @@ class Batch:
 
     def _held(self, job: Job) -> int:
         rows = sorted({row for task in job.tasks for row in task.rows})
-        return sum(sum(session.blocks([rows])[0]) for session in self.sessions)
+        return sum(sum(session.blocks(rows)) for session in self.sessions)
 
     def _recover(self, why: str | None) -> None:
         """Begin anew after a step that did not end: those that ran have failed, or (without ``why``) start again."""

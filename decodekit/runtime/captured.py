@@ -125,11 +125,11 @@ class Pick:
 
     def load(self, sequences: Sequence[SequenceState]) -> None:
         """Begin with these rows, at most R, which have so many tokens now."""
-        histories = [[*own.request.prompt_ids, *own.tokens] for own in sequences]
         streams = [own.request.stream for own in sequences]
         own = slice(len(sequences))
         self._lengths.zero_()
-        self._lengths[own] = torch.tensor([len(known) for known in histories]).to(self._lengths)
+        lengths = [len(known.request.prompt_ids) + len(known.tokens) for known in sequences]
+        self._lengths[own] = torch.tensor(lengths).to(self._lengths)
         self._prompts[own] = torch.tensor([len(known.request.prompt_ids) for known in sequences]).to(self._prompts)
         self._seeds[own] = torch.tensor([_signed(stream.seed, 64) for stream in streams]).to(self._seeds)
         counters = [
@@ -139,8 +139,8 @@ class Pick:
         self._counters[own] = torch.tensor(counters, dtype=torch.int32).to(self._counters)
         if self._width:
             filled = torch.zeros(self._tokens.shape, dtype=torch.int64)
-            for row, history in enumerate(histories):
-                filled[row, : len(history)] = torch.tensor(history)
+            for row, known in enumerate(sequences):
+                filled[row, : lengths[row]] = torch.tensor([*known.request.prompt_ids, *known.tokens])
             self._tokens.copy_(filled)
         self._words.fill_(-1)
 

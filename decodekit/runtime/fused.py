@@ -45,7 +45,7 @@ _PEAKS = (4.0, 64.0)
 def fused(model: Any) -> Iterator[None]:
     """A context in which forwards of few rows of a half-precision model on a GPU run fused kernels; elsewhere nothing changes.
 
-    Recurrences run theirs in single precision, too, and for any number of rows.
+    Norms and rotations run theirs for any number of rows, recurrences in single precision, too.
 
     Args:
         model: the model; a module whose forward was already replaced (hooks of accelerate, ...) is left alone.
@@ -160,7 +160,7 @@ def _rotation(module: Any) -> Swap | None:
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         fits = cos.shape[-1] == query.shape[-1] and cos.ndim == 3 and query.dtype in _HALVES
-        if args or kwargs or not fits or not triton_runs(query.device) or query.shape[2] > MOST_ROWS:
+        if args or kwargs or not fits or not triton_runs(query.device):
             return original(query, key, cos, sin, *args, **kwargs)
         return rotary(query, key, cos, sin)
 

@@ -19,6 +19,7 @@ from decodekit.cache.prefix import Prompt
 from decodekit.cache.runs import Frame, Run
 from decodekit.core.errors import Refused
 from decodekit.core.heads import UnreadOutputs
+from decodekit.core.shared import PerModel
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import FEW, RaggedForward
@@ -28,6 +29,19 @@ from decodekit.runtime.shelf import give_back
 
 _PADS = (32, 1024)
 """Pads that cost as much as another forward, on a CPU and on a GPU."""
+
+
+class _Masks:
+    """What is known of the masks that transformers makes for a model.
+
+    Attributes:
+        causal: attention has seen some for several tokens a row, and they are as it has them; packed rows have none.
+    """
+
+    causal = False
+
+
+_MASKS: PerModel[_Masks] = PerModel(_Masks)
 
 
 class Key(NamedTuple):
@@ -98,8 +112,7 @@ class PagedSession(Session):
         self._cache = cache
         super().__init__(model, layers)
         self._reads = self._reads_blocks()
-        # Whether attention has seen the masks that transformers makes for several tokens a row: packed rows have none.
-        self._causal = False
+        self._masks = _MASKS.of(model)
         # Rows that share blocks with others: gathering would copy these for each of them.
         self._sharing: set[int] = set()
         # Which (branch, row) each row of the cache belongs to.
@@ -366,18 +379,14 @@ class PagedSession(Session):
         counts |= {place_of[own.keys[0]]: count for own, count in self._chunks(feeding, budget)}
         return self._cache.missing(counts)
 
-    def blocks(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """How many different blocks of each cache group some rows name together: [N, groups] for N times some rows."""
-        places, counts = self._places(), list[list[int]]()
-        for own in rows:
-            held = [self._cache.rows[places[key]] for key in self._keys(own) if key in places]
-            counts.append(
-                [
-                    len({block for row in held for block in row.tables[number].blocks if block is not None})
-                    for number in range(len(self._cache.groups))
-                ]
-            )
-        return counts
+    def blocks(self, rows: Sequence[int]) -> list[int]:
+        """How many different blocks of each cache group these rows name together."""
+        places = self._places()
+        held = [self._cache.rows[places[key]] for key in self._keys(rows) if key in places]
+        return [
+            len({block for row in held for block in row.tables[number].blocks if block is not None})
+            for number in range(len(self._cache.groups))
+        ]
 
     def clear(self) -> None:
         """Let go of all rows, also after an interrupt left them half changed."""
@@ -486,7 +495,7 @@ class PagedSession(Session):
             except Refused:
                 self._reads = False
             else:
-                self._causal = self._causal or longest > 1
+                self._masks.causal = self._masks.causal or longest > 1
                 return outputs
         return self._forward(places, tokens, last=last)
 
@@ -533,7 +542,7 @@ class PagedSession(Session):
         group = self._cache.together(lengths)
         if not self._packs():
             return _alike({place: lengths[place] for place in group}, _PADS[self.model.device.type != "cpu"])
-        return group if self._causal else [place for place in group if lengths[place] == lengths[group[0]]]
+        return group if self._masks.causal else [place for place in group if lengths[place] == lengths[group[0]]]
 
     def _forward_group(
         self, group: Sequence[int], tokens: Sequence[Ids], wanted: Ids

@@ -72,6 +72,7 @@ class Scheduler:
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.clock = 0
+        self._counted_at, self._counted = -1, dict[tuple[Job, int], list[tuple[int, int]]]()
 
     def queue(self, job: Job) -> None:
         """It waits, in the order in which requests were submitted."""
@@ -82,6 +83,7 @@ class Scheduler:
         """It neither waits nor runs any more."""
         if job in self.running:
             self.running.remove(job)
+            self._counted = {}
         elif job in self.waiting:
             job.waited += self.clock - job.since
             self.waiting.remove(job)
@@ -131,18 +133,24 @@ class Scheduler:
             return False
         for number, session in enumerate(self._sessions):
             takes = self._takes(job, number)
-            held = session.blocks([other.held for other in self.running])
+            blocks = [(self._blocks(other, number), other in but) for other in self.running]
             for place, group in enumerate(session.cache.groups):
                 needed = takes[place] - group.pool.free_blocks - group.pool.cached_blocks
-                for other, counts in zip(self.running, held, strict=True):
-                    if other in but:
-                        needed -= counts[place]
-                    else:
-                        most = self._most(other, number, self._promise(other))
-                        needed += max(0, most[place] - counts[place])
+                needed += sum(-own[place][0] if gone else own[place][1] for own, gone in blocks)
                 if needed > 0:
                     return False
         return True
+
+    def _blocks(self, job: Job, number: int) -> list[tuple[int, int]]:
+        """Blocks of each group that one that runs holds, and may still need; counted once a step, before it is forwarded."""
+        if self._counted_at != self.clock:
+            self._counted_at, self._counted = self.clock, {}
+        if (known := self._counted.get((job, number))) is None:
+            held = self._sessions[number].blocks(job.held)
+            most = self._most(job, number, self._promise(job))
+            known = [(count, max(0, own - count)) for count, own in zip(held, most, strict=True)]
+            self._counted[job, number] = known
+        return known
 
     def displaced(self, job: Job) -> list[Job]:
         """Those that would have to be put aside for it, the last in line first; none where that does not help."""

@@ -80,7 +80,7 @@ def _rotate(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    row, token = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
+    row, token = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
     head, dim = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
     cos += row * stride_cr + token * stride_ct + dim
     sin += row * stride_sr + token * stride_st + dim
