@@ -7,17 +7,29 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from decodekit.bench.prompts import read_prompts
 from decodekit.core.errors import InputError, nearest
 
-Suite = Callable[[Any, Any, Sequence[Any], Callable[[str], None]], list[dict[str, Any]]]
+Run = Callable[[Any, Any, Sequence[Any], Callable[[str], None]], list[dict[str, Any]]]
 """Model, tokenizer, prompts (or what the suite reads instead) and a status callback to rows of figures."""
 Reader = Callable[[Path | None, int | None], Sequence[Any]]
 """A data file, if any, and how many of its lines to what a suite is given."""
 
-_HELPERS = ("__init__", "prompts", "timing")
+
+class Suite(NamedTuple):
+    """What a module here measures.
+
+    Attributes:
+        run: measures.
+        reads: what it is given.
+        needs_model: whether it looks at model and tokenizer, given these prompts.
+    """
+
+    run: Run
+    reads: Reader
+    needs_model: Callable[[Sequence[Any]], bool]
 
 
 def suites() -> dict[str, str]:
@@ -25,14 +37,15 @@ def suites() -> dict[str, str]:
     found = {}
     for path in sorted(files(__name__).iterdir(), key=lambda path: path.name):
         name, dot, suffix = path.name.partition(".")
-        if dot and suffix == "py" and name not in _HELPERS:
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            found[name] = docstring.splitlines()[0]
+        if dot and suffix == "py":
+            module = ast.parse(path.read_text(encoding="utf-8"))
+            if any(isinstance(own, ast.FunctionDef) and own.name == "run" for own in module.body):
+                found[name] = (ast.get_docstring(module) or "").splitlines()[0]
     return found
 
 
-def load_suite(name: str) -> tuple[Suite, Reader]:
-    """The suite of this name and what reads its data: its module's ``reads``, by default prompts.
+def load_suite(name: str) -> Suite:
+    """The suite of this name; it reads prompts and needs a model unless its module says otherwise.
 
     Raises:
         InputError: there is none.
@@ -40,4 +53,5 @@ def load_suite(name: str) -> tuple[Suite, Reader]:
     if name not in suites():
         raise InputError(f"unknown suite {name!r}: {nearest(name, suites())}")
     module = import_module(f"{__name__}.{name}")
-    return module.run, getattr(module, "reads", read_prompts)
+    needs_model = getattr(module, "needs_model", lambda prompts: True)
+    return Suite(module.run, getattr(module, "reads", read_prompts), needs_model)

@@ -36,6 +36,11 @@ def reads(path: Path | None, limit: int | None) -> Sequence[Any]:
     return read_prompts(path, limit)
 
 
+def needs_model(prompts: Sequence[Any]) -> bool:
+    """Not where a shape is measured."""
+    return not prompts or isinstance(prompts[0], str)
+
+
 def run(model: Any, tokenizer: Any, prompts: Sequence[Any], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a batch: milliseconds a step of greedy decoding, the prefill taken off on all sides.
 
@@ -50,7 +55,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[Any], status: Callable[[st
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not triton_runs(device):
         raise InputError("suite 'decode' needs an NVIDIA GPU and Triton, and this machine lacks one of them")
-    if prompts and not isinstance(prompts[0], str):
+    if not needs_model(prompts):
         status("random weights")
         model = random_model(prompts[0], device)
     status("memory limit")

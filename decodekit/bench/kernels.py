@@ -52,6 +52,11 @@ LINEARS = (
 ROWS_AND_LENGTHS = ((64, 8192), (8, 32768), (1, 131072), (128, 1024), (32, 2048), (1, 512))
 
 
+def needs_model(prompts: Sequence[str]) -> bool:
+    """Shapes are measured, no model."""
+    return False
+
+
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row a kernel and shape; model and prompts are not used.
 

@@ -17,11 +17,11 @@ def run_suite(name: str, *, model: str | None, data: Path | None, limit: int | N
         for known, summary in suites().items():
             results.print(f"{known}: {summary}", markup=False)
         return 0
-    suite, reader = load_suite(name)
-    prompts = reader(data, limit)
+    suite = load_suite(name)
+    prompts = suite.reads(data, limit)
     with errors.status("loading the model") as status:
-        loaded, tokenizer = load_model(model, progress=status.update)
-        rows = suite(loaded, tokenizer, prompts, status.update)
+        loaded, tokenizer = load_model(model, progress=status.update) if suite.needs_model(prompts) else (None, None)
+        rows = suite.run(loaded, tokenizer, prompts, status.update)
     if as_json:
         print_json(rows)
         return 0

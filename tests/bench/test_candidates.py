@@ -17,7 +17,7 @@ def test_a_vote_and_as_many_sequences_of_generate_do_the_same_work(dense, tokeni
         return Pair(peer=8.0, ours=2.0, ratio=0.25, low=0.2, high=0.3)
 
     monkeypatch.setattr(candidates, "paired", paired)
-    [row] = load_suite("candidates")[0](dense, tokenizer, list(DEFAULT), lambda status: None)
+    [row] = load_suite("candidates").run(dense, tokenizer, list(DEFAULT), lambda status: None)
     theirs, ours = outputs
     assert theirs.shape == (3, 24 + 5)
     assert ours.shape == (1, 24 + 5)

@@ -7,7 +7,7 @@ from decodekit.core.errors import InputError
 
 
 def test_overhead_compares_the_same_tokens(dense, tokenizer) -> None:
-    rows = load_suite("overhead")[0](dense, tokenizer, list(DEFAULT), lambda status: None)
+    rows = load_suite("overhead").run(dense, tokenizer, list(DEFAULT), lambda status: None)
     assert [(row["batch"], row["cache"]) for row in rows] == [
         (1, "dynamic"),
         (1, "paged"),
@@ -22,7 +22,8 @@ def test_overhead_compares_the_same_tokens(dense, tokenizer) -> None:
 
 def test_suites_are_found_with_what_they_measure() -> None:
     assert suites()["overhead"].startswith("What a token costs")
-    assert not {"prompts", "timing"} & suites().keys()
+    assert not {"prompts", "timing", "cases", "states"} & suites().keys()
+    assert all(callable(load_suite(name).run) for name in suites())
 
 
 def test_paired_calls_both_in_turn() -> None:

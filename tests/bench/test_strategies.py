@@ -14,7 +14,7 @@ def test_a_row_compares_a_strategy_with_plain_decoding(dense, tokenizer, monkeyp
         return Timing(0.010, 0.4) if decoder.recipe.strategy.kind == "sample" else Timing(0.012, 0.6)
 
     monkeypatch.setattr(strategies, "_time", time)
-    rows = load_suite("strategies")[0](dense, tokenizer, list(DEFAULT), lambda status: None)
+    rows = load_suite("strategies").run(dense, tokenizer, list(DEFAULT), lambda status: None)
     assert [(row["strategy"], row["prompt_tokens"]) for row in rows] == [
         (name, length) for name in strategies.STRATEGIES for length in (16, 40)
     ]
