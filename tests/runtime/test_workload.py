@@ -49,6 +49,26 @@ def test_the_engine_takes_the_steps_that_the_replay_says(tokens, blocks) -> None
     assert engine.stats()["tokens"] == replay.tokens
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "blocks"), [(64, 60), (2048, 400)])
+def test_the_engine_takes_the_steps_that_the_replay_says_on_the_demo_model(demo, tokens, blocks) -> None:
+    model, words = demo
+    rng = random.Random(tokens)
+    trace = [Arrival(0.0, rng.randint(8, 120), rng.randint(4, 24)) for _ in range(16)]
+    replay = continuous(trace, machine(), slots=8, tokens=tokens, blocks=blocks, block_size=16, promise=1.0)
+    budget = blocks * 16 * ledger(model.config, 16, 1, dtype="float32").kv_bytes_per_token
+    options = {"slots": 8, "tokens_per_step": tokens, "promise": 1.0, "prefix_cache": False}
+    with decodekit.Engine(model, words, {"cache": {"kind": "paged", "block_size": 16}}, budget, **options) as engine:
+        for arrival in trace:
+            ids = [rng.randrange(100, 40_000) for _ in range(arrival.prompt)]
+            engine.submit(ids, max_new_tokens=arrival.output, min_new_tokens=arrival.output)
+        list(engine.results())
+        stats = engine.stats()
+    print(f"{stats['steps']} steps, the replay {replay.steps}; {stats['tokens']} tokens")
+    assert stats["steps"] == pytest.approx(replay.steps, rel=0.05)
+    assert stats["tokens"] == replay.tokens
+
+
 def test_continuous_batching_beats_static_and_chunks_shorten_gaps() -> None:
     rng = random.Random(0)
     trace = sorted(Arrival(number / 500, rng.randint(10, 400), rng.randint(5, 200)) for number in range(80))
