@@ -52,13 +52,13 @@ def test_every_request_has_the_tokens_of_its_solo_run(start) -> None:
 
 @pytest.mark.parametrize("start", [0, 24])
 def test_every_request_has_the_tokens_of_its_solo_run_where_rows_are_packed(start, monkeypatch) -> None:
-    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    monkeypatch.setattr("decodekit.runtime.places.triton_runs", lambda device: True)
     for seed in range(start, start + 24):
         live_once(seed, FAMILIES[seed % 2])
 
 
 def test_steps_and_prompts_share_a_forward_where_rows_are_packed(monkeypatch) -> None:
-    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    monkeypatch.setattr("decodekit.runtime.places.triton_runs", lambda device: True)
     seen = []
     original = RaggedForward.packed
 

@@ -49,7 +49,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(SteppedCache, "why_no_run", why_no_run)
     monkeypatch.setattr(PagedSession, "why_no_run", lambda self: self.cache.why_no_run())
     # Attention reads blocks itself only where that is faster; here always.
-    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    monkeypatch.setattr("decodekit.runtime.places.triton_runs", lambda device: True)
     seen = {"steps": 0, "ends": [], "reasons": set(), "rows": set(), "stats": None}
     run, takes = Graphs.run, Graphs.takes
 

@@ -65,7 +65,7 @@ def test_prompts_of_any_lengths_share_a_prefill_where_no_state_would_see_pads(pa
 @pytest.fixture
 def packed(monkeypatch):
     """Lets attention read blocks here, too, as on a GPU; the tokens of the rows of every packed forward."""
-    monkeypatch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: True)
+    monkeypatch.setattr("decodekit.runtime.places.triton_runs", lambda device: True)
     seen = []
     original = RaggedForward.packed
 
@@ -97,7 +97,7 @@ def test_rows_of_other_lengths_are_packed_where_attention_reads_blocks(family, r
     # The first, alone, shows the masks that transformers makes of it; then the others, without a pad.
     assert packed[0] == [len(prompt) for prompt in PROMPTS if len(prompt) != len(PROMPTS[0])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decodekit.runtime.paged_session.triton_runs", lambda device: False)
+        patch.setattr("decodekit.runtime.places.triton_runs", lambda device: False)
         assert torch.equal(found, model.generate(**padded(), **options, custom_generate=decodekit.load(recipe)))
 
 
@@ -262,7 +262,7 @@ def test_steps_read_quantized_blocks_where_they_lie_and_prefills_gather_them(for
     gathered = generated()
     assert not any(direct for *_, direct in forwards)
     forwards.clear()
-    for module in ("runtime.paged_session", "kernels.paged_attention"):
+    for module in ("runtime.places", "kernels.paged_attention"):
         monkeypatch.setattr(f"decodekit.{module}.triton_runs", lambda device: True)
     torch.testing.assert_close(generated(), gathered, atol=1e-3, rtol=0)
     assert [(tokens, direct) for _, tokens, direct in forwards] == [(30, False)] + 5 * [(1, True)]
