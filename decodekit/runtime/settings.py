@@ -101,8 +101,12 @@ def resolve(model: Any, prepared: compat.Prepared, recipe: Recipe, named: Collec
     for name, value in wanted.items():
         if name not in seen:
             setattr(winning, name, value)
+    # As in a call of generate, None says that the model's own default is not to hold.
+    off = {name for name in named if name not in wanted and hasattr(winning, name)}
+    for name in off:
+        setattr(winning, name, None)
     lengths = _lengths(model, call, default, wanted, criteria, width)
-    if {"eos_token_id", "pad_token_id", "bos_token_id"} & (wanted.keys() - seen):
+    if {"eos_token_id", "pad_token_id", "bos_token_id"} & (off | (wanted.keys() - seen)):
         compat.set_special_tokens(winning, prepared.input_ids.device)
     _refuse(winning, recipe)
     eos = winning.eos_token_id

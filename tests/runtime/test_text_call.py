@@ -316,6 +316,21 @@ def test_options_beat_the_recipe_and_wrong_ones_are_named(dense, tokenizer) -> N
         decoder.run(dense, tokenizer, "a", max_new_tokens=0)
 
 
+def test_none_takes_the_models_own_default_away(dense, tokenizer, monkeypatch) -> None:
+    [plain] = GREEDY.run(dense, tokenizer, "Who won?", max_new_tokens=9, eos_token_id=96)
+    monkeypatch.setattr(dense.generation_config, "eos_token_id", plain.token_ids[3])
+    assert len(GREEDY.run(dense, tokenizer, "Who won?", max_new_tokens=9)[0].token_ids) <= 4
+    options = {"max_new_tokens": 9, "eos_token_id": None}
+    assert GREEDY.run(dense, tokenizer, "Who won?", **options)[0].token_ids == plain.token_ids
+    with decodekit.Engine(dense, tokenizer, {}) as engine:
+        assert engine.submit("Who won?", **options).result().token_ids == plain.token_ids
+    monkeypatch.setattr(dense.generation_config, "top_k", 1)
+    sampled = {**options, "do_sample": True, "seed": 1}
+    free, bound = (GREEDY.run(dense, tokenizer, "Who won?", **sampled, **own)[0] for own in ({"top_k": None}, {}))
+    assert bound.token_ids == plain.token_ids
+    assert free.token_ids != plain.token_ids
+
+
 @pytest.mark.parametrize("option", ["epsilon_cutoff", "eta_cutoff", "min_p", "top_k"])
 def test_an_option_of_zero_takes_the_recipes_rule_away(dense, tokenizer, option) -> None:
     kind = option.removesuffix("_cutoff")
