@@ -106,6 +106,10 @@ class ConstraintState(ABC):
     def min_tokens_to_accept(self, limit: int) -> int | None:
         """The fewest tokens after which the text may end (EOS not counted); ``None`` if more than ``limit`` or unknown."""
 
+    def ends_within(self, limit: int) -> bool:
+        """Whether ``min_tokens_to_accept`` finds an end."""
+        return self.min_tokens_to_accept(limit) is not None
+
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
         """As ``mask``, but of the tokens only those after which the text can end within ``limit`` tokens, this one included.
 

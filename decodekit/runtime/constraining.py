@@ -65,7 +65,7 @@ class Constraints:
             )
         compiled = self._compile(constraint)
         state = compiled.start()
-        if compiled.counts_exactly and state.min_tokens_to_accept(max_new_tokens) is None:
+        if compiled.counts_exactly and not state.ends_within(max_new_tokens):
             raise InputError(
                 f"no text of constraint {constraint.kind!r} has at most {max_new_tokens} tokens; raise max_new_tokens or "
                 "loosen the constraint"
