@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
-from typing import Any, Self
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY = (torch.float32, torch.float64)
+_KEPT_MASKS = 128
 
 
 def mask_words(width: int) -> int:
@@ -24,31 +26,38 @@ def mask_tokens(row: Tensor) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
 
 
-def legal_only(scores: Tensor, mask: Tensor) -> Tensor:
+def legal_only(scores: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Scores with ``-inf`` at what is not legal.
 
     Args:
         scores: [R, V] floats.
-        mask: [R, ceil(V/32)] int32 on any device.
+        masks: [R] of [ceil(V/32)] int32 each, on any device.
     """
-    if scores.device.type == "cpu":
-        # A look-up a byte and a minimum take a tenth of what unpacking the bits and masked_fill do.
-        limits = np.take(_byte_limits(scores.dtype), mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1)
-        limits = limits[:, : scores.shape[-1]]
-        if scores.dtype in _NUMPY:  # a row is too short for threads, and waiting for them costs more than it saves
-            return torch.from_numpy(np.minimum(scores.detach().numpy(), limits.view(_NUMPY[scores.dtype])))
-        return torch.minimum(scores, torch.from_numpy(limits).view(scores.dtype))
-    words = mask.to(scores.device).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=scores.device)
-    illegal = (words & 1).flatten(1)[:, : scores.shape[-1]] == 0
+    if scores.device.type == "cpu" and scores.dtype in _NUMPY:
+        given = scores.detach().numpy()
+        legal = np.empty_like(given)
+        for row, mask in enumerate(masks):
+            allows, tokens = _fewer(mask.numpy().tobytes(), given.shape[1])
+            if allows:
+                legal[row] = -np.inf
+                legal[row, tokens] = given[row, tokens]
+            else:
+                legal[row] = given[row]
+                legal[row, tokens] = -np.inf
+        return torch.from_numpy(legal)
+    bits = torch.stack([*masks]).to(scores.device).unsqueeze(-1) >> torch.arange(
+        32, dtype=torch.int32, device=scores.device
+    )
+    illegal = (bits & 1).flatten(1)[:, : scores.shape[-1]] == 0
     return scores.masked_fill(illegal, -torch.inf)
 
 
-@cache
-def _byte_limits(dtype: torch.dtype) -> NDArray[Any]:
-    """[256, 8] the largest score that each bit of a byte allows: any or none; as integers, for NumPy knows not every dtype."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=-1, bitorder="little")
-    limits = torch.where(torch.from_numpy(bits).bool(), torch.inf, -torch.inf).to(dtype)
-    return limits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[limits.element_size()]).numpy()
+@lru_cache(maxsize=_KEPT_MASKS)
+def _fewer(mask: bytes, width: int) -> tuple[bool, NDArray[np.intp]]:
+    """Whether fewer tokens are legal than not, and those that are fewer. Texts come to the same masks again and again."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=width, bitorder="little").view(bool)
+    allows = 2 * int(np.count_nonzero(bits)) < width
+    return allows, np.flatnonzero(bits if allows else ~bits)
 
 
 def best_of_each(scores: Tensor) -> Tensor:

@@ -161,7 +161,9 @@ class GrammarState(ConstraintState):
     def forced_tokens(self) -> list[int]:  # noqa: D102
         if self._ended or self._matcher.is_stopped():
             return []
-        forced = self._over_bytes().matcher.compute_ff_bytes()
+        forced = self._matcher.compute_ff_bytes()
+        if not forced:
+            return []
         tokens, _ = engine_tokenizer(self._compiled.vocabulary).tokenize_partial(forced)
         return list(tokens)
 

@@ -155,7 +155,7 @@ class RowConstraint:
         except UnsupportedConstraint as error:
             raise RowError(f"constraint {self._constraint.kind!r} cannot be followed any further: {error}") from error
         self._ahead = None
-        if not bool(words.any()):
+        if not words.numpy().any():
             raise RowError(
                 f"constraint {self._constraint.kind!r} leaves no token here: its text cannot go on or end; loosen it"
             )
@@ -241,12 +241,13 @@ class RowConstraint:
         return report
 
     def _fill(self) -> Tensor:
-        out = torch.zeros(1, mask_words(self.width), dtype=torch.int32)
+        out = torch.empty(1, mask_words(self.width), dtype=torch.int32)
         if not self._is_far():
             self._state.mask_within(out, 0, self._left)
-        if not bool(out.any()):
-            # Far from the limit; or no end in time was found, and the text is then cut there, as without a look ahead.
-            self._state.mask(out, 0)
+            if out.numpy().any():
+                return out[0]
+        # Far from the limit; or no end in time was found, and the text is then cut there, as without a look ahead.
+        self._state.mask(out, 0)
         return out[0]
 
     def _is_far(self) -> bool:
@@ -319,11 +320,14 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
             words[position] = mask
     if not words:
         return scores, failures
-    index, masks = torch.tensor(list(words), device=scores.device), torch.stack(list(words.values()))
-    all_rows = len(words) == len(scores)
+    all_rows, masks = len(words) == len(scores), list(words.values())
+    index = torch.tensor([*words], device=scores.device)
     own = legal_only(scores if all_rows else scores[index], masks)
-    if bool((empty := best_of_each(own) == -torch.inf).any()):
-        own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
+    # The model's own logits are all there is.
+    if scores is not plain and bool((empty := best_of_each(own) == -torch.inf).any()):
+        own[empty] = legal_only(
+            plain[index[empty]].to(own.dtype), [masks[place] for place in empty.nonzero().flatten().tolist()]
+        )
     return (own if all_rows else scores.index_copy(0, index, own)), failures
 
 
