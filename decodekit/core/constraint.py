@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NUMPY = (torch.float32, torch.float64)
-_KEPT_MASKS = 128
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_KEPT_MASKS = 64
 
 
 def mask_words(width: int) -> int:
@@ -37,13 +37,8 @@ def legal_only(scores: Tensor, masks: Sequence[Tensor]) -> Tensor:
         given = scores.detach().numpy()
         legal = np.empty_like(given)
         for row, mask in enumerate(masks):
-            allows, tokens = _fewer(mask.numpy().tobytes(), given.shape[1])
-            if allows:
-                legal[row] = -np.inf
-                legal[row, tokens] = given[row, tokens]
-            else:
-                legal[row] = given[row]
-                legal[row, tokens] = -np.inf
+            limits = _limits(mask.numpy().tobytes(), scores.dtype)[: given.shape[1]]
+            np.minimum(given[row], limits, out=legal[row])
         return torch.from_numpy(legal)
     bits = torch.stack([*masks]).to(scores.device).unsqueeze(-1) >> torch.arange(
         32, dtype=torch.int32, device=scores.device
@@ -53,11 +48,10 @@ def legal_only(scores: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 @lru_cache(maxsize=_KEPT_MASKS)
-def _fewer(mask: bytes, width: int) -> tuple[bool, NDArray[np.intp]]:
-    """Whether fewer tokens are legal than not, and those that are fewer. Texts come to the same masks again and again."""
-    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=width, bitorder="little").view(bool)
-    allows = 2 * int(np.count_nonzero(bits)) < width
-    return allows, np.flatnonzero(bits if allows else ~bits)
+def _limits(mask: bytes, dtype: torch.dtype) -> NDArray[Any]:
+    """The largest score that a mask allows each token: any or none. Texts come to the same masks again and again."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    return np.where(bits, np.inf, -np.inf).astype(_NUMPY[dtype])
 
 
 def best_of_each(scores: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ from decodekit.runtime.guard import guarded
 
 _KEPT = 64
 """Compiled constraints that are kept for later prompts."""
+
+_HANDOVER = 1e-4
+"""Seconds of a mask below which a thread is not worth its handover."""
 
 _NEAR = 64
 """Tokens to the limit below which an end is looked for at every token."""
@@ -138,6 +143,7 @@ class RowConstraint:
         self.width, self._left, self._marker = width, left, marker
         self._look = left if look is None else look
         self._ahead: Future[Tensor] | None = None
+        self._took = 0.0
         self._failure: UnsupportedConstraint | None = None
 
     def mask(self) -> Tensor | None:
@@ -155,7 +161,7 @@ class RowConstraint:
         except UnsupportedConstraint as error:
             raise RowError(f"constraint {self._constraint.kind!r} cannot be followed any further: {error}") from error
         self._ahead = None
-        if not words.numpy().any():
+        if not np.count_nonzero(words.numpy()):
             raise RowError(
                 f"constraint {self._constraint.kind!r} leaves no token here: its text cannot go on or end; loosen it"
             )
@@ -179,8 +185,10 @@ class RowConstraint:
                 self._failure = error  # ends the row at its next mask
 
     def prefetch(self) -> None:
-        """Begin to fill the mask of the next token, in a thread beside the forward."""
-        if self._marker is None and self._failure is None and self._left > 0 and self._ahead is None:
+        """Begin to fill the mask of the next token, in a thread beside the forward, if the last one took long."""
+        if self._took < _HANDOVER or self._left < 1:
+            return
+        if self._marker is None and self._failure is None and self._ahead is None:
             self._ahead = _pool().submit(self._fill)
 
     def forced(self, limit: int) -> list[int]:
@@ -226,7 +234,7 @@ class RowConstraint:
         marker = None if self._marker is None else self._marker.fork()
         state = self._state.fork()
         fork = RowConstraint(self._constraint, self._compiled, state, self.width, self._left, marker, self._look)
-        fork._failure = self._failure
+        fork._failure, fork._took = self._failure, self._took
         return fork
 
     def report(self, text: str) -> dict[str, Any]:
@@ -241,13 +249,15 @@ class RowConstraint:
         return report
 
     def _fill(self) -> Tensor:
+        started = time.perf_counter()
         out = torch.empty(1, mask_words(self.width), dtype=torch.int32)
-        if not self._is_far():
+        far = self._is_far()
+        if not far:
             self._state.mask_within(out, 0, self._left)
-            if out.numpy().any():
-                return out[0]
-        # Far from the limit; or no end in time was found, and the text is then cut there, as without a look ahead.
-        self._state.mask(out, 0)
+        if far or not np.count_nonzero(out.numpy()):
+            # Far from the limit; or no end in time was found, and the text is then cut there, as without a look ahead.
+            self._state.mask(out, 0)
+        self._took = time.perf_counter() - started
         return out[0]
 
     def _is_far(self) -> bool:
