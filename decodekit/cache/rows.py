@@ -220,7 +220,7 @@ class RowBook:
             if not 0 <= count <= row.length:
                 raise InputError(f"drop of row {number} is {count}; it has {row.length} tokens")
             targets.append(row.length - count)
-            resumes.append(self._resume(row, targets[-1], number))
+            resumes.append(self._resume(row, targets[-1], number) if count else _Resume(row.length, row.state))
         reopened: dict[int, Row] = {}
         try:
             for number, resume in enumerate(resumes):
@@ -233,8 +233,11 @@ class RowBook:
             if resume is None:
                 self._release([row])
                 self.rows[number] = reopened[number]
-            else:
+            elif drop[number]:
                 self._truncate(row, resume)
+            else:
+                row.past, row.final = [], row.length
+                self._slide(row)
         self.on_idle()
         return [target - row.length for target, row in zip(targets, self.rows, strict=True)]
 

@@ -126,5 +126,9 @@ def _print_stats(output: Output, prompt: int | None) -> None:
             parts.append(f"{stats['accepted_tokens']} of {stats['draft_tokens']} drafted tokens accepted")
         which = "" if prompt is None else f"prompt {prompt}: "
         errors.print(f"[{which}{', '.join(parts)}]", style="dim", markup=False)
+        held = stats.get("constraint", {})
+        if "violation" in held:
+            unheld = ", ".join(held["unsupported"])
+            errors.print(f"[{which}the text is not valid: {held['violation']}; not enforced: {unheld}]", markup=False)
     if prompt is None:
         print_text("")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_KEPT_MASKS = 64
 
 
 def mask_words(width: int) -> int:
@@ -24,31 +26,32 @@ def mask_tokens(row: Tensor) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
 
 
-def legal_only(scores: Tensor, mask: Tensor) -> Tensor:
+def legal_only(scores: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Scores with ``-inf`` at what is not legal.
 
     Args:
         scores: [R, V] floats.
-        mask: [R, ceil(V/32)] int32 on any device.
+        masks: [R] of [ceil(V/32)] int32 each, on any device.
     """
-    if scores.device.type == "cpu":
-        # A look-up a byte and a minimum take a tenth of what unpacking the bits and masked_fill do.
-        limits = np.take(_byte_limits(scores.dtype), mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1)
-        limits = limits[:, : scores.shape[-1]]
-        if scores.dtype in _NUMPY:  # a row is too short for threads, and waiting for them costs more than it saves
-            return torch.from_numpy(np.minimum(scores.detach().numpy(), limits.view(_NUMPY[scores.dtype])))
-        return torch.minimum(scores, torch.from_numpy(limits).view(scores.dtype))
-    words = mask.to(scores.device).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=scores.device)
-    illegal = (words & 1).flatten(1)[:, : scores.shape[-1]] == 0
+    if scores.device.type == "cpu" and scores.dtype in _NUMPY:
+        given = scores.detach().numpy()
+        legal = np.empty_like(given)
+        for row, mask in enumerate(masks):
+            limits = _limits(mask.numpy().tobytes(), scores.dtype)[: given.shape[1]]
+            np.minimum(given[row], limits, out=legal[row])
+        return torch.from_numpy(legal)
+    bits = torch.stack([*masks]).to(scores.device).unsqueeze(-1) >> torch.arange(
+        32, dtype=torch.int32, device=scores.device
+    )
+    illegal = (bits & 1).flatten(1)[:, : scores.shape[-1]] == 0
     return scores.masked_fill(illegal, -torch.inf)
 
 
-@cache
-def _byte_limits(dtype: torch.dtype) -> NDArray[Any]:
-    """[256, 8] the largest score that each bit of a byte allows: any or none; as integers, for NumPy knows not every dtype."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=-1, bitorder="little")
-    limits = torch.where(torch.from_numpy(bits).bool(), torch.inf, -torch.inf).to(dtype)
-    return limits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[limits.element_size()]).numpy()
+@lru_cache(maxsize=_KEPT_MASKS)
+def _limits(mask: bytes, dtype: torch.dtype) -> NDArray[Any]:
+    """The largest score that a mask allows each token: any or none. Texts come to the same masks again and again."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    return np.where(bits, np.inf, -np.inf).astype(_NUMPY[dtype])
 
 
 def best_of_each(scores: Tensor) -> Tensor:
@@ -105,6 +108,10 @@ class ConstraintState(ABC):
     @abstractmethod
     def min_tokens_to_accept(self, limit: int) -> int | None:
         """The fewest tokens after which the text may end (EOS not counted); ``None`` if more than ``limit`` or unknown."""
+
+    def ends_within(self, limit: int) -> bool:
+        """Whether ``min_tokens_to_accept`` finds an end."""
+        return self.min_tokens_to_accept(limit) is not None
 
     def mask_within(self, out: Tensor, row: int, limit: int) -> None:
         """As ``mask``, but of the tokens only those after which the text can end within ``limit`` tokens, this one included.

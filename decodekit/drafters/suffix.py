@@ -192,14 +192,15 @@ class _Suffixes(DraftState):
         for row, budget in zip(rows, budgets, strict=True):
             known = self._rows.setdefault(row.row, _Row())
             with self._corpus.lock:
-                known.read(row.ids, self._corpus.automata)
+                known.read(row, self._corpus.automata)
                 drafts.append(known.draft(budget))
         return drafts
 
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
             if (known := self._rows.pop(row, None)) is not None and self._memory:
-                self._corpus.add(known.ids, self._memory)
+                assert known.row is not None
+                self._corpus.add(known.row.ids, self._memory)  # also what came after it was read last
 
     def close(self) -> None:
         self.release([*self._rows])
@@ -209,20 +210,21 @@ class _Row:
     """One text: its own automaton, and where it stands in those of earlier texts."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
+        self.row: DraftRow | None = None
+        self._read = 0
         self._own = Automaton()
         self._places: dict[Automaton, tuple[int, int]] = {}
 
-    def read(self, ids: Sequence[int], earlier: Sequence[Automaton]) -> None:
+    def read(self, row: DraftRow, earlier: Sequence[Automaton]) -> None:
         """The text has grown to this."""
-        new = ids[len(self.ids) :]
+        new = row.ids[self._read :]
         self._places = {own: self._places.get(own, (0, 0)) for own in earlier}
         for token in new:
             self._own.extend(token)
         for own in self._places:
             for token in new:
                 self._places[own] = own.walk(*self._places[own], token)
-        self.ids += new
+        self.row, self._read = row, self._read + len(new)
 
     def draft(self, budget: int) -> Draft:
         """The likeliest token of its own past or of an earlier text, again and again; its own comes first among equals."""

@@ -44,8 +44,10 @@ class CompiledAutomaton(CompiledConstraint):
 
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        trie = _tries(vocabulary)[1]
+        first, trie = _tries(vocabulary)
         self._dfa = Dfa(automaton, trie.spelt)
+        self._others = trie.merged(self._dfa.byte_class)
+        self._first = self._others if first is trie else first.merged(self._dfa.byte_class)
         self._lock = RLock()
         self._longest, self._spells_all = trie.longest, trie.spells_all
         self._eos = np.zeros(vocabulary.width, dtype=bool)
@@ -55,6 +57,7 @@ class CompiledAutomaton(CompiledConstraint):
         self._reached: dict[Place, list[Place]] = {}
         self._forced: dict[Place, list[int]] = {}
         self._distance: dict[Place, int] = {}
+        self._straight: dict[int, bool] = {}
         self._roomy: dict[Place, int] = {}  # the limit from which on every legal token leaves time to end
         start = self.start()._places[0]
         if not (self._dfa.is_live(start.state) and self._can_end(start)):
@@ -97,10 +100,10 @@ class CompiledAutomaton(CompiledConstraint):
             return self.mask(place)
         with self._exploring():
             after = self._after_each(place)
-            distances = {state: self.distance(Place(state, False), limit - 1) for state in _distinct(after)}
-            legal = self._kept(after, lambda state: distances[state] is not None) != DEAD
-            if None not in distances.values():
-                self._roomy[place] = 1 + max((each or 0 for each in distances.values()), default=0)
+            enough = {state: self.enough(Place(state, False), limit - 1) for state in _distinct(after)}
+            legal = self._kept(after, lambda state: enough[state] is not None) != DEAD
+            if None not in enough.values():
+                self._roomy[place] = 1 + max((each or 0 for each in enough.values()), default=0)
             return _packed(legal | self._eos if self.accepts(place) else legal)
 
     def after(self, place: Place, token: int) -> Place | None:
@@ -115,6 +118,30 @@ class CompiledAutomaton(CompiledConstraint):
         with self._exploring():
             after = Place(self._read(place.state, text), False)
             return after if self._dfa.is_live(after.state) and self._can_end(after) else None
+
+    def enough(self, place: Place, limit: int) -> int | None:
+        """Some number of tokens, at most ``limit``, within which the text can end; ``None`` if there is none.
+
+        Where every byte is a token, bytes will do, which are counted sooner than the fewest tokens.
+        """
+        least = self._dfa.least[place.state]
+        return least if least <= limit and self._is_straight(place.state) else self.distance(place, limit)
+
+    def _is_straight(self, state: int) -> bool:
+        """Whether as many tokens as there are bytes at least until the text may end are known to end it."""
+        if not (self._spells_all and self._dfa.trim):
+            return False
+        passed = list[int]()
+        while (straight := self._straight.get(state)) is None:
+            passed.append(state)
+            ahead = (self._dfa.step_class(state, column) for column in range(self._dfa.table.shape[1]))
+            nearer = (own for own in ahead if own != DEAD and self._dfa.least[own] < self._dfa.least[state])
+            if self._dfa.accepting[state] or (after := next(nearer, None)) is None:
+                straight = self._dfa.accepting[state]
+                break
+            state = after
+        self._straight |= dict.fromkeys(passed, straight)
+        return straight
 
     def distance(self, place: Place, limit: int) -> int | None:
         """The fewest tokens after which the text may end; ``None`` if more than ``limit``.
@@ -196,15 +223,18 @@ class CompiledAutomaton(CompiledConstraint):
     def _next_places(self, place: Place) -> list[Place]:
         """The places that one token leads to."""
         if (places := self._reached.get(place)) is None:
-            states = _distinct(self._after_each(place))
-            places = self._reached[place] = [Place(state, False) for state in states]
+            states = self._trie(place).reached(self._dfa, place.state)
+            places = [Place(state, False) for state in states if self._dfa.trim or self._dfa.is_live(state)]
+            self._reached[place] = places
         return places
 
     def _after_each(self, place: Place) -> Ints:
         """[V] the state after each token; ``DEAD`` for those that are not legal, EOS among them."""
-        first, others = _tries(self.vocabulary)
-        after = (first if place.first else others).walk(self._dfa, place.state)
+        after = self._trie(place).walk(self._dfa, place.state)
         return after if self._dfa.trim else self._kept(after, self._dfa.is_live)
+
+    def _trie(self, place: Place) -> TokenTrie:
+        return self._first if place.first else self._others
 
     def _kept(self, states: Ints, keeps: Callable[[int], bool]) -> Ints:
         """``states`` with ``DEAD`` for those that are not to be kept."""
@@ -258,6 +288,9 @@ class FsmState(ConstraintState):
 
     def is_accepting(self) -> bool:
         return self._compiled.accepts(self._places[-1])
+
+    def ends_within(self, limit: int) -> bool:
+        return self._compiled.enough(self._places[-1], limit) is not None
 
     def min_tokens_to_accept(self, limit: int) -> int | None:
         return self._compiled.distance(self._places[-1], limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +50,13 @@ class TokenTrie:
             parents.append(above[is_new])
             node_bytes.append(byte[is_new])
             count += int(is_new.sum())
-        self._byte = np.concatenate(node_bytes)
-        self._ends = node_of
+        self._link(np.concatenate(node_bytes), np.concatenate(parents), node_of)
         self.spelt: list[int] = np.unique(self._byte[1:]).tolist()
         self.spells_all = {texts[place][0] for place in np.flatnonzero(lengths == 1)} >= set(self.spelt)
-        children = np.bincount(np.concatenate(parents)[1:], minlength=count)
-        self._children = children.astype(np.int32)
-        self._first_child = (1 + np.cumsum(children) - children).astype(np.int32)
+
+    def __len__(self) -> int:
+        """Its nodes."""
+        return len(self._byte)
 
     def find(self, text: bytes) -> int | None:
         """The node of ``text``; ``None`` if no token begins with it."""
@@ -68,6 +69,27 @@ class TokenTrie:
             node = place
         return node
 
+    def merged(self, byte_class: NDArray[np.intp]) -> TokenTrie:
+        """It with all nodes made one whose bytes are of the same classes, which are often far fewer.
+
+        To be walked from its root by an automaton with these classes.
+        """
+        merged = np.zeros(len(self._byte), dtype=np.int32)  # of each node, the one that it becomes a part of
+        node_bytes = [np.zeros(1, dtype=np.uint8)]
+        parents = [np.zeros(1, dtype=np.int32)]
+        columns, width = byte_class[self._byte], int(byte_class.max()) + 1
+        nodes, count = np.zeros(1, dtype=np.int32), 1
+        while len(nodes := self._below(nodes)[1]):
+            keys = merged[self._parent[nodes]].astype(np.int64) * width + columns[nodes]
+            known, examples, places = np.unique(keys, return_index=True, return_inverse=True)
+            merged[nodes] = count + places
+            node_bytes.append(self._byte[nodes[examples]])
+            parents.append((known // width).astype(np.int32))
+            count += len(known)
+        trie = copy(self)
+        trie._link(np.concatenate(node_bytes), np.concatenate(parents), merged[self._ends])
+        return trie
+
     def walk(self, dfa: Dfa, state: int, node: int = 0) -> Ints:
         """[V] the state after the rest of each token: ``DEAD`` where it leads nowhere, and for tokens without such a rest.
 
@@ -76,22 +98,44 @@ class TokenTrie:
             state: of ``dfa``, at ``node``.
             node: what was read of the tokens before; the root by default, where nothing was.
         """
+        after = np.full(self._width, DEAD, dtype=np.int32)
+        after[self._ids] = self._state_of(dfa, state, node)[self._ends]
+        return after
+
+    def reached(self, dfa: Dfa, state: int) -> list[int]:
+        """The states other than ``DEAD`` that a token leads to."""
+        states = np.unique(self._state_of(dfa, state, 0)[self._is_end])
+        return states[states != DEAD].tolist()
+
+    def _state_of(self, dfa: Dfa, state: int, node: int) -> Ints:
+        """The state at each node below one."""
         state_of = np.full(len(self._byte), DEAD, dtype=np.int32)
-        column_of = dfa.byte_class[self._byte]
         nodes, states = np.array([node], dtype=np.int32), np.array([state], dtype=np.int32)
         while len(nodes):
-            counts = self._children[nodes]
-            states = np.repeat(states, counts)
-            # The children of a node are numbered in a row: count on from the first of each.
-            skipped = np.cumsum(counts) - counts
-            nodes = np.repeat(self._first_child[nodes] - skipped, counts) + np.arange(len(states), dtype=np.int32)
-            states = _stepped(dfa, states, column_of[nodes])
+            places, nodes = self._below(nodes)
+            states = _stepped(dfa, states[places], dfa.byte_class[self._byte[nodes]])
             alive = states != DEAD
             nodes, states = nodes[alive], states[alive]
             state_of[nodes] = states
-        after = np.full(self._width, DEAD, dtype=np.int32)
-        after[self._ids] = state_of[self._ends]
-        return after
+        return state_of
+
+    def _below(self, nodes: Ints) -> tuple[NDArray[np.intp], Ints]:
+        """The children of some nodes, and the place of each one's parent among these."""
+        counts = self._children[nodes]
+        places = np.repeat(np.arange(len(nodes)), counts)
+        # The children of a node are numbered in a row: count on from the first of each.
+        skipped = np.cumsum(counts) - counts
+        below = np.repeat(self._first_child[nodes] - skipped, counts) + np.arange(len(places), dtype=np.int32)
+        return places, below.astype(np.int32, copy=False)
+
+    def _link(self, node_bytes: NDArray[np.uint8], parents: Ints, ends: Ints) -> None:
+        """Take these nodes, level by level, and the one that each token of ``_ids`` ends at."""
+        self._byte, self._parent, self._ends = node_bytes, parents, ends
+        children = np.bincount(parents[1:], minlength=len(parents))
+        self._children = children.astype(np.int32)
+        self._first_child = (1 + np.cumsum(children) - children).astype(np.int32)
+        self._is_end = np.zeros(len(parents), dtype=bool)
+        self._is_end[ends] = True
 
 
 def _stepped(dfa: Dfa, states: Ints, columns: NDArray[np.intp]) -> Ints:

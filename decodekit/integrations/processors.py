@@ -70,7 +70,7 @@ class _ConstraintProcessor(LogitsProcessor):
         for row, output in enumerate(outputs):
             if (state := self._states[output]) is not None:
                 state.mask(mask, row)
-        masked = legal_only(scores, mask)
+        masked = legal_only(scores, [*mask])
         if (empty := masked.amax(-1) == -math.inf).any():
             row = int(empty.nonzero()[0])
             raise RowError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ CLOSING = frozenset(b"\"'}])>/;\n")
 JSON_CLOSING = frozenset(b'"]}')
 MAX_VISITED = 10_000
 MAX_BYTES = 4_000
+MAX_WORDS = 64
+BRACKETS = b")]}"
+_OPENING = b"([{"
 _ALIKE = 2
 _FEW = 12
 _VALUES = (b"0", b"[]", b"{}", b"1", b"null", b"true", b"false", b"[", b"{")
@@ -26,28 +30,65 @@ def known_end(matcher: LLMatcher, ending: bytes) -> bytes | None:
     return next((part for part in parts if (ahead := _after(matcher, part)) is not None and ahead.is_accepting()), None)
 
 
-def searched_end(matcher: LLMatcher, reached: Callable[[LLMatcher], bool]) -> bytes | None:
+def words_of(lark: str) -> tuple[bytes, ...]:
+    """What a grammar's literals spell in several bytes, the shortest of them: keywords, above all."""
+    written = (json.loads(own) for own in re.findall(r'"(?:[^"\\\x00-\x1f]|\\["\\bfnrt])*"', lark))
+    return tuple(
+        sorted({word.encode() for word in written if len(word) > 1}, key=lambda word: (len(word), word))[:MAX_WORDS]
+    )
+
+
+def closed_end(matcher: LLMatcher, words: Collection[bytes]) -> bytes | None:
+    """An end that closes one bracket after another and opens none: found where it is too far away for a search as a whole.
+
+    Args:
+        matcher: the place to go on from.
+        words: of the grammar.
+    """
+    end, goes_out = b"", partial(_goes_out, BRACKETS)
+    while not matcher.is_accepting():
+        step = b"" if goes_out(matcher) else searched_end(matcher, goes_out, words)
+        ahead = None if step is None else _after(matcher, step)
+        if step is None or ahead is None or len(end) > MAX_BYTES:
+            return None
+        if not ahead.is_accepting():
+            step += bytes([next(sign for sign in BRACKETS if _closes(sign, ahead))])
+            ahead = _after(matcher, step)
+            assert ahead is not None
+        matcher, end = ahead, end + step
+    return end
+
+
+def searched_end(
+    matcher: LLMatcher, reached: Callable[[LLMatcher], bool], words: Collection[bytes] = ()
+) -> bytes | None:
     """Few bytes that lead to a place that is wanted; ``None`` where a bounded search finds none.
 
     A search over bytes, the shortest first. Places look alike when the same bytes may come next and the same must. Of the
     bytes that lead from one look to another, two are tried; of the places that as many bytes lead to through the same three
     looks, two are followed.
+
+    Args:
+        matcher: the place to go on from.
+        reached: whether a place is wanted.
+        words: are tried besides single bytes, of which then none opens a bracket, and count as one, as do bytes that must
+            come.
     """
     layers: list[list[tuple[bytes, LLMatcher, bytes, bytes]]] = [[(b"", matcher, b"", b"")]]
     followed: Counter[tuple[int, bytes, bytes, bytes]] = Counter()
     known: dict[bytes, list[bytes]] = {}
     visited = 0
-    for layer in layers:  # grows while there are ways to go on
+    for far, layer in enumerate(layers):  # grows while there are ways to go on
         for path, place, look, before in layer:
             told: Counter[bytes] = Counter()
             telling = []
             forced = place.compute_ff_bytes()
-            for step in [forced] if forced else known.get(look) or _steps(place.compute_bitmask()):
+            for step in [forced] if forced else known.get(look) or _steps(place.compute_bitmask(), words):
                 if (ahead := _after(place, step)) is None:
                     continue
                 if reached(ahead):
                     return path + step
-                length = len(path) + len(step)
+                length = far + (1 if words else len(step))
                 view = ahead.compute_bitmask() + ahead.compute_ff_bytes()
                 told[view] += 1
                 if told[view] <= _ALIKE:
@@ -155,13 +196,12 @@ def json_end(matcher: LLMatcher, scan: Scan, names: tuple[str, ...]) -> bytes | 
 
 def _goes_out(closes: bytes, matcher: LLMatcher) -> bool:
     """Whether the text may end, or one of these signs is legal and does not stand in a string."""
-    if matcher.is_accepting():
-        return True
-    for sign in closes:
-        ahead = _after(matcher, bytes([sign]))
-        if ahead is not None and (ahead.is_accepting() or not _after(ahead, b"A")):
-            return True
-    return False
+    return matcher.is_accepting() or any(_closes(sign, matcher) for sign in closes)
+
+
+def _closes(sign: int, matcher: LLMatcher) -> bool:
+    ahead = _after(matcher, bytes([sign]))
+    return ahead is not None and (ahead.is_accepting() or not _after(ahead, b"A"))
 
 
 def _after(matcher: LLMatcher, step: bytes) -> LLMatcher | None:
@@ -169,12 +209,16 @@ def _after(matcher: LLMatcher, step: bytes) -> LLMatcher | None:
     return ahead if ahead.try_consume_tokens(list(step)) == len(step) else None
 
 
-def _steps(mask: bytes) -> list[bytes]:
-    """Of the bytes that may come next those worth trying: the ASCII ones, the first few where there are none."""
+def _steps(mask: bytes, words: Collection[bytes]) -> list[bytes]:
+    """Of the bytes that may come next those worth trying, and words: the ASCII ones, the first few where there are none."""
     legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
     signs = [byte for byte in legal if byte < 0x80 and not chr(byte).isalpha()]
     letters = [byte for byte in legal if byte < 0x80 and chr(byte).isalpha()]
     # What closes comes first: of places that look alike, the first are followed.
     ordered = [byte for byte in signs if byte in CLOSING]
     ordered += letters + [byte for byte in signs if byte not in CLOSING]
-    return [bytes([byte]) for byte in ordered or legal[:_FEW]]
+    steps = [bytes([byte]) for byte in ordered or legal[:_FEW]]
+    if not words:
+        return steps
+    begun = set(legal)
+    return [step for step in (*steps, *(word for word in words if word[0] in begun)) if step[-1] not in _OPENING]

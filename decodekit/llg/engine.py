@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Self
 
 import llguidance
@@ -18,7 +18,7 @@ from torch import Tensor
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, is_legal, mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
-from decodekit.llg.ends import CLOSING, JSON_CLOSING, Scan, json_end, known_end, searched_end
+from decodekit.llg.ends import CLOSING, JSON_CLOSING, Scan, closed_end, json_end, known_end, searched_end, words_of
 
 MAX_GRAMMAR = 8 * 2**20
 """Characters of a grammar's text: longer ones are refused before the engine reads them."""
@@ -59,6 +59,11 @@ class CompiledGrammar(CompiledConstraint):
         self.closing = _closing_tokens(vocabulary, CLOSING if names is None else JSON_CLOSING)
         self._lark = lark
         self._over_bytes: LLMatcher | None = None
+
+    @cached_property
+    def words(self) -> tuple[bytes, ...]:
+        """Words that may be needed to end a text."""
+        return words_of(self._lark)
 
     def start(self) -> GrammarState:
         """A fresh state before the first token."""
@@ -156,7 +161,9 @@ class GrammarState(ConstraintState):
     def forced_tokens(self) -> list[int]:  # noqa: D102
         if self._ended or self._matcher.is_stopped():
             return []
-        forced = self._over_bytes().matcher.compute_ff_bytes()
+        forced = self._matcher.compute_ff_bytes()
+        if not forced:
+            return []
         tokens, _ = engine_tokenizer(self._compiled.vocabulary).tokenize_partial(forced)
         return list(tokens)
 
@@ -185,7 +192,11 @@ class GrammarState(ConstraintState):
             if end is not None:
                 return end
         known = known_end(here.matcher, self._compiled.ending)
-        return searched_end(here.matcher, LLMatcher.is_accepting) if known is None else known
+        if known is None:
+            known = searched_end(here.matcher, LLMatcher.is_accepting)
+        if known is None and (words := self._compiled.words):
+            known = closed_end(here.matcher, words)
+        return known
 
     def _end_within(self, limit: int) -> tuple[bytes | None, int | None]:
         """An end of at most ``limit`` tokens, and how many it takes."""

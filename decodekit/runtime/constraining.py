@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ from decodekit.runtime.guard import guarded
 
 _KEPT = 64
 """Compiled constraints that are kept for later prompts."""
+
+_HANDOVER = 1e-4
+"""Seconds of a mask below which a thread is not worth its handover."""
 
 _NEAR = 64
 """Tokens to the limit below which an end is looked for at every token."""
@@ -65,7 +70,7 @@ class Constraints:
             )
         compiled = self._compile(constraint)
         state = compiled.start()
-        if compiled.counts_exactly and state.min_tokens_to_accept(max_new_tokens) is None:
+        if compiled.counts_exactly and not state.ends_within(max_new_tokens):
             raise InputError(
                 f"no text of constraint {constraint.kind!r} has at most {max_new_tokens} tokens; raise max_new_tokens or "
                 "loosen the constraint"
@@ -138,6 +143,7 @@ class RowConstraint:
         self.width, self._left, self._marker = width, left, marker
         self._look = left if look is None else look
         self._ahead: Future[Tensor] | None = None
+        self._took = 0.0
         self._failure: UnsupportedConstraint | None = None
 
     def mask(self) -> Tensor | None:
@@ -155,7 +161,7 @@ class RowConstraint:
         except UnsupportedConstraint as error:
             raise RowError(f"constraint {self._constraint.kind!r} cannot be followed any further: {error}") from error
         self._ahead = None
-        if not bool(words.any()):
+        if not np.count_nonzero(words.numpy()):
             raise RowError(
                 f"constraint {self._constraint.kind!r} leaves no token here: its text cannot go on or end; loosen it"
             )
@@ -179,8 +185,10 @@ class RowConstraint:
                 self._failure = error  # ends the row at its next mask
 
     def prefetch(self) -> None:
-        """Begin to fill the mask of the next token, in a thread beside the forward."""
-        if self._marker is None and self._failure is None and self._left > 0 and self._ahead is None:
+        """Begin to fill the mask of the next token, in a thread beside the forward, if the last one took long."""
+        if self._took < _HANDOVER or self._left < 1:
+            return
+        if self._marker is None and self._failure is None and self._ahead is None:
             self._ahead = _pool().submit(self._fill)
 
     def forced(self, limit: int) -> list[int]:
@@ -226,7 +234,7 @@ class RowConstraint:
         marker = None if self._marker is None else self._marker.fork()
         state = self._state.fork()
         fork = RowConstraint(self._constraint, self._compiled, state, self.width, self._left, marker, self._look)
-        fork._failure = self._failure
+        fork._failure, fork._took = self._failure, self._took
         return fork
 
     def report(self, text: str) -> dict[str, Any]:
@@ -241,12 +249,15 @@ class RowConstraint:
         return report
 
     def _fill(self) -> Tensor:
-        out = torch.zeros(1, mask_words(self.width), dtype=torch.int32)
-        if not self._is_far():
+        started = time.perf_counter()
+        out = torch.empty(1, mask_words(self.width), dtype=torch.int32)
+        far = self._is_far()
+        if not far:
             self._state.mask_within(out, 0, self._left)
-        if not bool(out.any()):
+        if far or not np.count_nonzero(out.numpy()):
             # Far from the limit; or no end in time was found, and the text is then cut there, as without a look ahead.
             self._state.mask(out, 0)
+        self._took = time.perf_counter() - started
         return out[0]
 
     def _is_far(self) -> bool:
@@ -319,11 +330,14 @@ def constrain(scores: Tensor, plain: Tensor, rows: Sequence[RowConstraint | None
             words[position] = mask
     if not words:
         return scores, failures
-    index, masks = torch.tensor(list(words), device=scores.device), torch.stack(list(words.values()))
-    all_rows = len(words) == len(scores)
+    all_rows, masks = len(words) == len(scores), list(words.values())
+    index = torch.tensor([*words], device=scores.device)
     own = legal_only(scores if all_rows else scores[index], masks)
-    if bool((empty := best_of_each(own) == -torch.inf).any()):
-        own[empty] = legal_only(plain[index[empty]].to(own.dtype), masks[empty.to(masks.device)])
+    # The model's own logits are all there is.
+    if scores is not plain and bool((empty := best_of_each(own) == -torch.inf).any()):
+        own[empty] = legal_only(
+            plain[index[empty]].to(own.dtype), [masks[place] for place in empty.nonzero().flatten().tolist()]
+        )
     return (own if all_rows else scores.index_copy(0, index, own)), failures
 
 

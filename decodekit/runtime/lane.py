@@ -219,9 +219,12 @@ class Turn:
         lane, places = self.lane, [walk.place for walk in walks]
         whole = places == list(range(len(scores)))
         at = self.outputs if whole else select_positions(self.outputs, *places)
+        if not whole:
+            plain = scores is self.outputs["main"].logits
+            scores = at["main"].logits if plain else scores[places]
         if lane.auditor is not None:
             lane.auditor.check([walk.sequence for walk in walks], at)
-        return lane.chooser.pick(walks, at, scores if whole else scores[places])
+        return lane.chooser.pick(walks, at, scores)
 
     def settle(self) -> Settled:
         """What was drafted and not accepted."""

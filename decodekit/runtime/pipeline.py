@@ -121,7 +121,7 @@ class Pipeline:
             except RowError:
                 logits = self._apply_one_by_one(index, rows, logits, states, failures)
             stages.append((name, logits))
-        top, tokens = logits.max(-1)
+        top, tokens = top_token(logits)
         broken = ~torch.isfinite(top)
         if bool(broken.any()):
             logits = logits.clone()

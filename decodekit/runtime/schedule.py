@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from decodekit.core.drafts import Draft
 from decodekit.core.protocols import Drafter
@@ -21,7 +22,19 @@ MEMORY = 0.96
 """What a hit or miss weighs after each further one of its kind."""
 
 PROBE = 32
-"""Passes after which what was given up is tried again, be it drafts or passes without."""
+"""Passes after which what was given up is tried again at the earliest, be it drafts or passes without."""
+
+SHARE = 0.0025
+"""Of the time of all passes, what looking at drafts may take where none pays, and what trying them all the same may lose."""
+
+RESTS = 16
+"""Passes in a row without drafts after which not every pass looks at some."""
+
+MARGIN = 1.04
+"""How much better than none drafts must look: those that look best are overrated most."""
+
+LONGEST_REST = 16
+"""Most passes between two looks."""
 
 TRUSTED = 3
 """Measurements after which a pass with drafts tells what one without would have taken."""
@@ -38,23 +51,82 @@ CORRECTION = 0.05
 PRIOR_WEIGHT = 4.0
 """Hits and misses that the expectation for a row weighs against its own."""
 
+FEW = 16
+"""Tokens of a forward up to which libraries choose other ways to multiply, so that more may take less."""
+
+MOST_SHAPES = 256
+"""Shapes of a number of rows that are remembered, the latest."""
+
 Shape = tuple[int, int]
 """Rows of a forward, and tokens of the longest."""
 
 
 @dataclass
-class Measured:
-    """What passes of a model have shown so far, over all calls with one drafter.
+class Costs:
+    """What passes of a model have taken so far, over all calls.
 
     Attributes:
-        seconds: (rows of the call, shape): of a forward, relative to one of the same rows without drafts; how often measured.
-        rates: place in a draft: hits and tries, of which the older count less; of drafts without confidence.
-        shift: by which the log-odds of what a drafter says are corrected.
+        seconds: rows of the call, shape: of a forward, relative to one of the same rows without drafts; how often measured.
     """
 
-    seconds: dict[tuple[int, Shape], tuple[float, int]] = field(default_factory=dict)
+    seconds: dict[int, dict[Shape, tuple[float, int]]] = field(default_factory=dict)
+
+    def of(self, batch: int, shape: Shape) -> float:
+        """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be.
+
+        No forward takes less than a smaller one, so that the least of the larger ones corrects what was measured badly.
+        """
+        if shape == (batch, 1):
+            return 1.0
+        known = self.seconds.get(batch, {})
+        larger = [seconds for own, (seconds, _) in known.items() if own[0] >= shape[0] and own[1] >= shape[1]]
+        if shape not in known:
+            larger.append(1 + _more(batch, shape) * self._least(batch, shape[0] * shape[1]))
+        return min(larger)
+
+    def count(self, batch: int, shape: Shape) -> int:
+        """How often this was measured."""
+        return self.seconds.get(batch, {}).get(shape, (0.0, 0))[1]
+
+    def knows(self, batch: int) -> bool:
+        """Whether passes with drafts of so many rows have been measured."""
+        return batch in self.seconds
+
+    def note(self, batch: int, shape: Shape, seconds: float) -> None:
+        """Note a measurement of these relative seconds."""
+        own = self.seconds.setdefault(batch, {})
+        known, count = own.pop(shape, (0.0, 0))
+        own[shape] = known + (seconds - known) * max(SMOOTHING, 1 / (count + 1)), count + 1
+        if len(own) > MOST_SHAPES:
+            del own[next(iter(own))]
+
+    def _least(self, batch: int, tokens: int) -> float:
+        """What a token more of each row takes at least, as far as is known, in a forward of so many in all."""
+        if not self.knows(batch):
+            # The more rows there are, the more of its time a forward takes for each token more.
+            return max(PRIOR_COST, *(self._slope(rows) * min(1.0, batch / rows) for rows in self.seconds), 0.0)
+        least = self._slope(batch)
+        # Of few tokens, each may have cost much, and more of them half as much.
+        return max(min(least, PRIOR_COST), least / 2) if tokens <= FEW else least
+
+    def _slope(self, batch: int) -> float:
+        slopes = ((seconds - 1) / _more(batch, shape) for shape, (seconds, _) in self.seconds[batch].items())
+        return max(0.0, min(slopes))
+
+
+@dataclass
+class Measured:
+    """What became of the drafts of one drafter for a model so far, over all calls.
+
+    Attributes:
+        rates: place in a draft: hits and tries, of which the older count less; of drafts without confidence.
+        shift: by which the log-odds of what a drafter says are corrected.
+        idle: rows of the call: passes since one had drafts.
+    """
+
     rates: dict[int, tuple[float, float]] = field(default_factory=dict)
     shift: float = 0.0
+    idle: Counter[int] = field(default_factory=Counter)
 
     def rate(self, draft: Draft, place: int) -> float:
         """How likely a token is accepted if those before it are; before anything is known, as the one before it."""
@@ -73,36 +145,8 @@ class Measured:
             hits, tries = self.rates.get(place, (0.0, 0.0))
             self.rates[place] = MEMORY * hits + hit, MEMORY * tries + 1
 
-    def cost(self, batch: int, shape: Shape) -> float:
-        """Seconds of a forward relative to one without drafts: as measured, or else guessed low, so that it will be.
 
-        No forward takes less than a smaller one, so that the least of the larger ones corrects what was measured badly.
-        """
-        if shape == (batch, 1):
-            return 1.0
-        known = {own: seconds for (size, own), (seconds, _) in self.seconds.items() if size == batch}
-        larger = [seconds for own, seconds in known.items() if own[0] >= shape[0] and own[1] >= shape[1]]
-        if shape not in known:
-            slopes = [(seconds - 1) / _more(batch, own) for own, seconds in known.items()]
-            least = max(0.0, min(slopes, default=PRIOR_COST))
-            # Where each token has cost much, more of them may cost half.
-            larger.append(1 + _more(batch, shape) * max(min(least, PRIOR_COST), least / 2))
-        return min(larger)
-
-    def count(self, batch: int, shape: Shape) -> int:
-        """How often this was measured."""
-        return self.seconds.get((batch, shape), (0.0, 0))[1]
-
-    def knows(self, batch: int) -> bool:
-        """Whether passes with drafts of so many rows have been measured."""
-        return any(rows == batch for rows, _ in self.seconds)
-
-    def time(self, batch: int, shape: Shape, seconds: float) -> None:
-        """Note a measurement of these relative seconds."""
-        known, count = self.seconds.get((batch, shape), (0.0, 0))
-        self.seconds[batch, shape] = known + (seconds - known) * max(SMOOTHING, 1 / (count + 1)), count + 1
-
-
+_COSTS: PerModel[Costs] = PerModel(Costs)
 _MEASURED: PerModel[Measured] = PerModel(Measured)
 
 
@@ -120,15 +164,24 @@ class Schedule:
     def __init__(self, drafter: Drafter, model: Any) -> None:
         self._kind, self._most = drafter.schedule, drafter.max_tokens
         self._cheap = drafter.cheap
-        self._measured = _MEASURED.of(model, drafter.model_dump_json())
+        placed = str(getattr(model, "device", "")), str(getattr(model, "dtype", ""))
+        self._costs = _COSTS.of(model, placed)
+        self._measured = _MEASURED.of(model, (drafter.model_dump_json(), *placed))
         self._lengths: dict[int, int] = {}
         # Of each row, tokens that were accepted and expected to be.
         self._luck: dict[int, tuple[float, float]] = {}
         # By rows, seconds of a pass without drafts in this call, and of how many; by length, seconds of proposing.
         self._units: dict[int, tuple[float, int]] = {}
         self._drafting: dict[int, float] = {}
-        self._without = self._with = 0
+        self._without = 0
         self._warm = False
+        # Rows that drafts were looked at for, and whether all of a pass were known; passes since; seconds that it took.
+        self._seen: set[int] = set()
+        self._knew = False
+        self._rested = 0
+        self._looking: dict[int, float] = {}
+        # Drafts are fed that are not expected to pay.
+        self._tries = False
 
     def budgets(self, rows: Sequence[int], room: Sequence[int]) -> list[int]:
         """[R] most tokens of each row's draft.
@@ -137,6 +190,12 @@ class Schedule:
             rows: those that are to be drafted for.
             room: [R] tokens that each may still get, besides the one that every pass gives.
         """
+        if self._kind == "dynamic" and self._cheap and self._rests(rows):
+            self._rested += 1
+            return [0] * len(rows)
+        self._rested, self._tries = 0, False
+        self._knew = self._seen.issuperset(rows)
+        self._seen.update(rows)
         if self._kind == "heuristic":
             budgets = [self._lengths.get(row, self._most) for row in rows]
         elif self._kind == "dynamic" and not self._cheap:
@@ -184,23 +243,39 @@ class Schedule:
             self._luck[row] = (MEMORY * won + hits, MEMORY * due + expected)
             length = self._lengths.get(row, self._most)
             self._lengths[row] = min(self._most, length + 2) if hits == depth else max(1, length - 1)
-        longest = max(depths.values())
+        batch, longest = len(drafts), max(depths.values())
         if self._warm:  # the first pass of a call is much slower than those after it
-            self._time(len(drafts), _shape(list(drafts.values())), seconds)
+            self._time(batch, _shape(list(drafts.values())), seconds)
         self._warm = True
         known = self._drafting.get(longest, drafting)
         self._drafting[longest] = known + SMOOTHING * (drafting - known)
+        if not self._rested and self._knew:  # what is read of a new row is no look
+            known = self._looking.get(batch, drafting)
+            self._looking[batch] = known + SMOOTHING * (drafting - known)
         self._without = 0 if not longest else self._without + 1
-        self._with = 0 if longest else self._with + 1
+        unit, _ = self._units.get(batch, (seconds, 0))
+        if self._tries and (batch + sum(accepted.values())) * unit > batch * seconds:
+            self._rested = LONGEST_REST  # it did pay: try again
+        else:
+            self._measured.idle[batch] = 0 if longest else self._measured.idle[batch] + 1
 
     def forget(self, row: int) -> None:
         """A row is over."""
         self._lengths.pop(row, None)
         self._luck.pop(row, None)
+        self._seen.discard(row)
+
+    def _rests(self, rows: Sequence[int]) -> bool:
+        """Whether nobody need look at drafts now, as none have paid for long. A drafter is shown each row once at least."""
+        batch = len(rows)
+        unit, passes = self._units.get(batch, (0.0, 0))
+        if self._measured.idle[batch] < RESTS or not passes or not self._seen.issuperset(rows):
+            return False
+        return self._rested < min(LONGEST_REST, self._looking.get(batch, 0.0) / (SHARE * unit) - 1)
 
     def _time(self, batch: int, shape: Shape, seconds: float) -> None:
         """Learn what a pass without drafts takes in this call, and what others take beside it in any."""
-        expected, known = self._measured.cost(batch, shape), self._measured.count(batch, shape)
+        expected, known = self._costs.of(batch, shape), self._costs.count(batch, shape)
         plain = shape == (batch, 1)
         unit, passes = self._units.get(batch, (seconds / expected, 0))
         seen = seconds / unit
@@ -212,40 +287,66 @@ class Schedule:
             unit *= 1 + max(SMOOTHING, 1 / passes) * (seen / expected - 1)
         self._units[batch] = unit, passes
         if not plain:
-            self._measured.time(batch, shape, seen)
+            self._costs.note(batch, shape, seen)
 
     def _best(self, rows: Sequence[int], drafts: Sequence[Draft]) -> int:
         """The length to which to cut these drafts for most tokens a second."""
         longest = min(self._most, max(map(len, drafts)))
         if self._without >= PROBE or self._is_cold(len(rows)):
             return 0
-        gains = [self._gain(rows, drafts, length) for length in range(longest + 1)]
-        first = 1 if self._with >= PROBE and longest else 0
-        return max(range(first, longest + 1), key=gains.__getitem__)
+        batch = len(rows)
+        prospects = [self._prospects(*own, longest) for own in zip(rows, drafts, strict=True)]
+        tokens, shapes, costs = list[float](), list[Shape](), list[float]()
+        for length, each in enumerate(zip(*prospects, strict=True)):
+            tokens.append(sum(own.tokens for own in each))
+            shapes.append((sum(own.rows for own in each), 1 + max(own.depth for own in each)))
+            costs.append(self._costs.of(batch, shapes[-1]))
+            if not self._cheap and length:
+                costs[-1] += self._drafting.get(length, 0.0) / self._units[batch][0]
+        gains = [own / cost for own, cost in zip(tokens, costs, strict=True)]
+        best = max(range(longest + 1), key=gains.__getitem__)
+        if gains[best] < MARGIN * gains[0]:
+            best = 0
+        idle = self._measured.idle[batch]
+        if best or not longest or idle < PROBE:
+            return best
+        unknown = [length for length in range(1, longest + 1) if not self._costs.count(batch, shapes[length])]
+        tried = max(unknown or range(1, longest + 1), key=gains.__getitem__)
+        # What a try loses, of the time of a pass.
+        lost = costs[tried] - costs[0] * tokens[tried] / tokens[0]
+        self._tries = idle * SHARE >= lost
+        return tried if self._tries else 0
 
     def _is_cold(self, batch: int) -> bool:
         """Whether passes without drafts must show first what others are measured beside."""
         _, passes = self._units.get(batch, (0.0, 0))
-        return not passes and not (self._cheap and self._measured.knows(batch))
+        return not passes and not (self._cheap and self._costs.knows(batch))
 
-    def _gain(self, rows: Sequence[int], drafts: Sequence[Draft], length: int) -> float:
-        """Expected tokens for the seconds of a pass without drafts."""
-        cut = [_cut(draft, length) for draft in drafts]
-        tokens = sum(self._tokens(row, draft) for row, draft in zip(rows, cut, strict=True))
-        cost = self._measured.cost(len(rows), _shape(cut))
-        if not self._cheap and length:
-            cost += self._drafting.get(length, 0.0) / self._units[len(rows)][0]
-        return tokens / cost
-
-    def _tokens(self, row: int, draft: Draft) -> float:
-        """Expected tokens of a row."""
+    def _prospects(self, row: int, draft: Draft, longest: int) -> list[_Prospect]:
+        """What a row is expected to get from its draft cut to each length, 0 to ``longest``."""
+        if draft.forced:
+            return [_Prospect(1.0 + draft.depth, 1, draft.depth)] * (longest + 1)
         # Who says how likely a token is has seen how well the row is guessed.
         won, due = (1.0, 1.0) if draft.confidence else self._luck.get(row, (1.0, 1.0))
         total = reached = 1.0
+        expected = [total]
         for place in range(draft.depth):
-            reached *= 1.0 if draft.forced else min(1.0, self._measured.rate(draft, place) * won / due)
+            reached *= min(1.0, self._measured.rate(draft, place) * won / due)
             total += reached
-        return total
+            expected.append(total)
+        if draft.parents is None:
+            depths = [min(length, draft.depth) for length in range(longest + 1)]
+            return [_Prospect(expected[depth], 1, depth) for depth in depths]
+        cut = [draft.pruned(length) for length in range(longest + 1)]
+        return [_Prospect(expected[own.depth], max(1, len(own.leaves())), own.depth) for own in cut]
+
+
+class _Prospect(NamedTuple):
+    """Tokens that a row is expected to get, and the rows and drafted tokens of the longest that it takes in a forward."""
+
+    tokens: float
+    rows: int
+    depth: int
 
 
 def _cut(draft: Draft, length: int) -> Draft:

@@ -189,10 +189,12 @@ class Speculation:
             except DecodekitError as error:
                 self._broken = str(error)
                 drafts = [Draft()] * len(sequences)
+        drafts = [_lawful(*own) for own in zip(sequences, drafts, room, strict=True)]
+        if any(map(len, drafts)):
+            drafts = self._schedule.cut(rows, drafts)
         self._proposing = time.perf_counter() - started
         self.seconds["draft_s"] += self._proposing
-        drafts = [_lawful(*own) for own in zip(sequences, drafts, room, strict=True)]
-        return self._schedule.cut(rows, drafts) if any(map(len, drafts)) else drafts
+        return drafts
 
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
         """What to feed; a row whose draft is a tree is to be forked for every leaf."""

@@ -35,6 +35,17 @@ def test_text_goes_to_stdout_and_notes_to_stderr(cli, recipe, tiny_folder) -> No
     assert "6 tokens, length" in result.err
 
 
+def test_a_text_that_breaks_what_was_not_enforced_is_said_to(capsys) -> None:
+    from decodekit.cli import run
+    from decodekit.core.types import Output
+
+    held = {"kind": "json_schema", "unsupported": ["uniqueItems"], "valid": False, "violation": "1 comes twice"}
+    run._print_stats(Output("[1,1]", [1], "eos", stats={"constraint": held}), prompt=None)
+    assert "the text is not valid: 1 comes twice; not enforced: uniqueItems" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 def test_texts_are_printed_to_the_letter(cli, recipe, tiny_folder, monkeypatch) -> None:
     from decodekit.cli import run
     from decodekit.core.types import Output

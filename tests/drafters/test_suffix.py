@@ -134,3 +134,13 @@ def test_the_memory_is_bounded_and_the_oldest_is_forgotten() -> None:
     assert corpus.automata[-1].walk(0, 0, 49)[1] == 1
     corpus.add(list(range(1000)), 100)
     assert corpus.automata[-1].size <= 60
+
+
+def test_what_came_after_the_last_look_is_remembered() -> None:
+    model, output = Model(), [1, 2]
+    first = Suffix().start(host(model))
+    first.propose([row([0], output)], [0])
+    output += [3, 4, 5, 6]
+    first.close()
+    [draft] = Suffix().start(host(model)).propose([row([9], [2, 3, 4])], [2])
+    assert list(draft.tokens) == [5, 6]

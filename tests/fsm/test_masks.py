@@ -10,10 +10,11 @@ from decodekit.core.constraint import is_legal, mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.fsm.algebra import Intersection
-from decodekit.fsm.automaton import Dfa
+from decodekit.fsm.automaton import DEAD, Dfa
 from decodekit.fsm.masks import CompiledAutomaton
 from decodekit.fsm.regex import Regex
 from decodekit.fsm.syntax import parse
+from decodekit.fsm.trie import TokenTrie
 from tests.fsm.patterns import small_regexes
 
 TOKENS = ["a", "b", "A", "1", "_", " ", "\n", "ab", "aa", "aab", "b1", " a", "\n\n", "é", "中", "😀", "中😀", "1_1"]
@@ -255,3 +256,37 @@ def test_states_of_a_product_never_meet_a_dead_end(vocabulary):
         assert re.fullmatch("(a|b1|中)*", text)
         assert len(text) in (3, 5)
         assert "1" in text
+
+
+def test_where_there_is_room_no_fewest_tokens_are_searched_for(vocabulary, monkeypatch) -> None:
+    tokens = (None, *(bytes([byte]) for byte in b"ab "), b"abab", b"ab ")
+    constraint = compiled("[ab]{2000,}", Vocabulary(tokens, False, (0,), None))
+    searches, reached = [], TokenTrie.reached
+    monkeypatch.setattr(TokenTrie, "reached", lambda *given: searches.append(given) or reached(*given))
+    state, out = constraint.start(), torch.zeros(1, 1, dtype=torch.int32)
+    assert state.ends_within(2500)
+    state.mask_within(out, 0, 2500)
+    assert mask_tokens(out[0]) == [1, 2, 4]
+    assert not searches
+    assert state.min_tokens_to_accept(2500) == 500
+    state.mask_within(out, 0, 500)
+    assert mask_tokens(out[0]) == [4]
+    assert not state.ends_within(499)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(small_regexes)
+def test_tokens_of_the_same_classes_are_read_together(vocabulary, pattern):
+    dfa, trie = Dfa(Regex(parse(pattern))), TokenTrie(vocabulary.tokens)
+    merged = trie.merged(dfa.byte_class)
+    after = trie.walk(dfa, Dfa.start)
+    assert (merged.walk(dfa, Dfa.start) == after).all()
+    assert merged.reached(dfa, Dfa.start) == sorted({*after.tolist()} - {DEAD})
+    assert len(merged) <= len(trie)
+
+
+def test_a_vocabulary_read_by_few_classes_is_small() -> None:
+    rng = random.Random(0)
+    trie = TokenTrie([bytes(rng.choices(b"abcdefgh", k=rng.randrange(1, 9))) for _ in range(2000)])
+    assert len(trie) > 1000
+    assert len(trie.merged(Regex(parse("[a-z]+")).byte_class)) == 1 + 8

@@ -3,6 +3,7 @@ import random
 import pytest
 import torch
 
+from decodekit.constraints.grammar import Grammar
 from decodekit.core.constraint import mask_tokens, mask_words
 from decodekit.core.errors import InputError, RowError, UnsupportedConstraint
 from decodekit.core.vocabulary import Vocabulary
@@ -103,6 +104,16 @@ def test_the_mask_within_a_limit_leads_to_an_end() -> None:
     assert mask_tokens(out[0]) == [ord("]")]
     state.mask_within(out, 0, 2)
     assert mask_tokens(out[0]) == []
+
+
+@pytest.mark.parametrize(("text", "end"), [('J if "H', '" else A'), ("J if f('é", "') else A")])
+def test_an_end_behind_a_keyword_is_found(text, end) -> None:
+    compiled = Grammar(name="python_expression").compile(VOCABULARY)
+    assert fed(compiled.start(), text).shortest_end() == end.encode()
+    cut = compiled.start()
+    for byte in text.encode() + "日".encode()[:1]:
+        cut.advance(byte)
+    assert cut.shortest_end().endswith(end.encode())
 
 
 def test_the_place_over_bytes_follows_rollbacks_and_forks() -> None:
