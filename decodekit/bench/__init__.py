@@ -17,17 +17,17 @@ Suite = Callable[[Any, Any, Sequence[Any], Callable[[str], None]], list[dict[str
 Reader = Callable[[Path | None, int | None], Sequence[Any]]
 """A data file, if any, and how many of its lines to what a suite is given."""
 
-_HELPERS = ("__init__", "prompts", "timing")
-
 
 def suites() -> dict[str, str]:
     """Every suite and the sentence that says what it measures; a suite is a module here with a ``run`` function."""
     found = {}
     for path in sorted(files(__name__).iterdir(), key=lambda path: path.name):
         name, dot, suffix = path.name.partition(".")
-        if dot and suffix == "py" and name not in _HELPERS:
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            found[name] = docstring.splitlines()[0]
+        if not dot or suffix != "py":
+            continue
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(own, ast.FunctionDef) and own.name == "run" for own in module.body):
+            found[name] = (ast.get_docstring(module) or "").splitlines()[0]
     return found
 
 

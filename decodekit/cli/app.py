@@ -91,7 +91,10 @@ def map_command(
 
 @app.command()
 def view(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl ...", help="several are shown side by side")],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRACE.jsonl ...", help="what run --trace wrote; several are shown side by side"),
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.html", help="the page to write")],
 ) -> int:
     """Show what decoding did, as one HTML page that works offline."""

@@ -22,7 +22,7 @@ def test_overhead_compares_the_same_tokens(dense, tokenizer) -> None:
 
 def test_suites_are_found_with_what_they_measure() -> None:
     assert suites()["overhead"].startswith("What a token costs")
-    assert not {"prompts", "timing"} & suites().keys()
+    assert not {"prompts", "timing", "cases"} & suites().keys()
 
 
 def test_paired_calls_both_in_turn() -> None:

@@ -202,14 +202,29 @@ def test_rows_and_their_references(tmp_path) -> None:
     [row] = read_rows(path, template="{final}? {question}", reference="question", limit=1)
     assert row == Row({"prompt": "3? Why?", "context": "c"}, "Why?")
     for options, message in [
-        ({"template": "{nope}", "reference": None}, r"data\.jsonl:1: no field 'nope'"),
-        ({"template": None, "reference": "nope"}, "no field 'nope'"),
+        ({"template": "{nope}", "reference": None}, r"data\.jsonl:1: no field 'nope', which --template names"),
+        ({"template": None, "reference": "nope"}, "no field 'nope', which --reference names"),
     ]:
         with pytest.raises(InputError, match=message):
             read_rows(path, limit=None, **options)
     path.write_text("[]\n")
-    with pytest.raises(InputError, match="expected a JSON object, got list"):
+    with pytest.raises(InputError, match=r"data\.jsonl:1: expected a JSON object such as .*, got '\[\]'"):
         read_rows(path, template=None, reference=None, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"'.*none\.jsonl' cannot be read \(No such file or directory\): give a JSON object such as"),
+        ("", r"'.*none\.jsonl' is empty: give a JSON object such as"),
+        ("Why?", r"none\.jsonl:1: expected a JSON object such as .*, got 'Why\?'"),
+    ],
+)
+def test_a_file_without_rows_says_what_one_looks_like(tmp_path, text, message) -> None:
+    if text is not None:
+        (tmp_path / "none.jsonl").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_rows(tmp_path / "none.jsonl", template=None, reference=None, limit=None)
 
 
 def test_metrics() -> None:
