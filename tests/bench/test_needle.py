@@ -8,7 +8,7 @@ def test_every_cache_is_asked_at_every_place_and_length(dense, tokenizer, monkey
     monkeypatch.setattr(needle, "DEPTHS", (0.0, 1.0))
     rows = load_suite("needle")[0](dense, tokenizer, list(DEFAULT), lambda status: None)
     assert [row["cache"] for row in rows] == ["full", "full", "int8", "int8", "int4", "int4", "window", "window"]
-    assert all(row["found"] == row["at 0"] + row["at 1"] <= row["cases"] == 2 for row in rows)
+    assert all(row["found"] == row["depth 0"] + row["depth 1"] <= row["cases"] == 2 for row in rows)
     assert rows[0]["prompt_tokens"] < 300 <= rows[1]["prompt_tokens"]
 
 
