@@ -25,7 +25,7 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row a cache and length: ``found`` of ``cases`` in all, and at each depth (0 the beginning, 1 the end) of ``CASES``, greedily.
+    """A row a cache and length: ``found`` of ``cases`` in all, and of ``CASES`` at each depth, greedily.
 
     ``prompts`` are what the fact is hidden in. A window sees what stands in its sinks and its last tokens alone, and what
     later tokens made of the rest.

@@ -30,4 +30,4 @@ def test_a_model_that_repeats_the_key_finds_it(tokenizer, monkeypatch) -> None:
 
     monkeypatch.setattr(needle, "load", lambda recipe: Echo())
     rows = needle.run(None, tokenizer, DEFAULT, lambda status: None)
-    assert all(row["found"] == row["cases"] == 20 and row["at 0.5"] == 4 for row in rows)
+    assert all(row["found"] == row["cases"] == 20 and row["depth 0.5"] == 4 for row in rows)
