@@ -25,7 +25,7 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row a cache and length: ``found`` of ``CASES`` in all and ``at DEPTH`` each, greedily.
+    """A row a cache and length: ``found`` of ``cases`` in all, and of ``CASES`` at each depth, greedily.
 
     ``prompts`` are what the fact is hidden in. A window sees what stands in its sinks and its last tokens alone, and what
     later tokens made of the rest.
@@ -48,7 +48,7 @@ def run(model: Any, tokenizer: Any, prompts: Sequence[str], status: Callable[[st
                     "prompt_tokens": max(output.stats["prompt_tokens"] for output in outputs),
                     "cases": CASES * len(DEPTHS),
                     "found": sum(found.values()),
-                    **{f"at {depth:g}": count for depth, count in found.items()},
+                    **{f"depth {depth:g}": count for depth, count in found.items()},
                 }
             )
     return rows

@@ -138,7 +138,7 @@ def _from_file(path: Path) -> Any:
     except OSError as error:
         raise InputError(
             f"config {str(file)!r} cannot be read ({error.strerror}): give a config.json or its folder; "
-            "for a Hub id give AutoConfig.from_pretrained(id)"
+            "for a Hub id give plan -m ID, or in Python AutoConfig.from_pretrained(id)"
         ) from error
     except ValueError as error:
         raise InputError(f"config {str(file)!r} is not JSON: {error}") from error

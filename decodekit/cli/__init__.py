@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
     except UsageError as error:  # type: ignore[misc]
         error.show()
+        _explain(error)
         code = error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         code = 130
@@ -31,3 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(str(error))
         code = 2
     sys.exit(code or 0)
+
+
+def _explain(error: Exception) -> None:
+    """Say what a missing or wrong parameter is: its name alone tells that to who knows it already."""
+    parameter: Any = getattr(error, "param", None)
+    if (told := getattr(parameter, "help", None)) is not None:
+        named = parameter.opts[-1:] if parameter.param_type_name == "option" else []
+        name = " ".join(filter(None, (*named, parameter.metavar)))
+        typer.echo(f"{name}: {told}", err=True)

@@ -91,7 +91,10 @@ def map_command(
 
 @app.command()
 def view(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl ...", help="several are shown side by side")],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRACE.jsonl ...", help="what run --trace wrote; several are shown side by side"),
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.html", help="the page to write")],
 ) -> int:
     """Show what decoding did, as one HTML page that works offline."""
@@ -161,14 +164,22 @@ def compare(
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="use so many lines")] = None,
     model: Model = None,
     settings: Settings = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="rows that are decoded side by side")] = 10,
+    batch: Annotated[
+        int,
+        typer.Option("--batch", metavar="N", min=1, help="rows of the model side by side: samples, beams, branches"),
+    ] = 64,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="where rows, report and plot go")] = Path(
         "compare"
     ),
     resume: Annotated[bool, typer.Option("--resume", help="go on with what is in DIR")] = False,
     json: Json = False,
 ) -> int:
-    """Say what recipes gain on a data file, what they cost, and whether plain samples would gain as much."""
+    """Say what recipes gain on a data file, what they cost, and whether plain samples would gain as much.
+
+    A recipe is held against the best, by probability, of as many plain samples (temperature 0.7, 64 at most) as the tokens
+    that it forwarded would buy. All recipes buy from one pool a prompt; where a recipe's candidates are such samples, they are
+    the first of the pool. Ctrl-C loses the batch at hand; --resume goes on.
+    """
     from decodekit.cli.compare import compare_recipes
 
     return compare_recipes(

@@ -104,7 +104,11 @@ def plan_workload(
 
 def _source(model: str | None, config: Path | None) -> Any:
     if (model is None) == (config is None):
-        raise InputError("give either a model with -m or its config.json with --config")
+        given = "neither" if model is None else "both"
+        raise InputError(
+            "give either a model with -m (a Hub id or a folder) or its config.json with --config (a file, for a model that is "
+            f"not here); got {given}"
+        )
     return _config_of(model) if model is not None else config
 
 
@@ -119,7 +123,23 @@ def _config_of(model: str) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"cannot read the config of model {model!r}: {reason}") from error
+        raise InputError(
+            f"cannot read the config of model {model!r}: {reason} Give a Hub id such as Qwen/Qwen3-8B, a model's folder, or "
+            "with --config the config.json alone"
+        ) from error
+
+
+def _budget(plan: Ledger) -> str:
+    """What the budget holds; where that is too little, what would do."""
+    size = format_bytes(plan.budget_bytes or 0)
+    if not any(advice.fits for advice in plan.advice):
+        least = min(plan.advice, key=lambda advice: advice.bytes)
+        return (
+            f"{size} hold none of the caches below: the smallest, {least.cache}, takes {format_bytes(least.bytes)}; give "
+            "a larger --budget, or a smaller --context or --batch"
+        )
+    length = "any number of" if plan.largest_context is None else plan.largest_context
+    return f"{size} hold {plan.largest_batch} rows of {plan.context} tokens, or {plan.batch} of {length} tokens"
 
 
 def _print(plan: Ledger) -> None:
@@ -145,11 +165,7 @@ def _print(plan: Ledger) -> None:
             f"from {plan.crossover_tokens} tokens on, recurrent layers take no more than attention layers would"
         )
     if plan.budget_bytes is not None:
-        length = "any number of" if plan.largest_context is None else plan.largest_context
-        results.print(
-            f"{format_bytes(plan.budget_bytes)} hold {plan.largest_batch} rows of {plan.context} tokens, "
-            f"or {plan.batch} of {length} tokens"
-        )
+        results.print(_budget(plan))
     results.print()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)

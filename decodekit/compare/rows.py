@@ -14,6 +14,7 @@ from decodekit.core.errors import InputError
 
 REFERENCES = ("reference", "final", "answer", "target", "output")
 PROMPTS = ("prompt", "question", "input", "text")
+EXPECTED = 'a JSON object such as {"prompt": "What is 3 + 4?", "answer": "7"}'
 INPUTS = ("context", "negative_prompt")
 
 
@@ -35,27 +36,33 @@ def read_rows(path: Path, *, template: str | None, reference: str | None, limit:
         limit: use so many.
 
     Raises:
-        InputError: a line is no object or lacks a field; names the line.
+        InputError: the file cannot be read or is empty, or a line is no object or lacks a field; names the line.
     """
     try:
         # Not splitlines: it also cuts at U+2028 and others, which JSON leaves as they are.
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")[:limit]
     except (OSError, UnicodeError) as error:
-        raise InputError(f"the data file {str(path)!r} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"the data file {str(path)!r} cannot be read ({why}): give {EXPECTED} on every line"
+        ) from error
+    if lines == [""]:
+        raise InputError(f"the data file {str(path)!r} is empty: give {EXPECTED} on every line")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             fields = json.loads(line)
         except ValueError as error:
-            raise InputError(f"{path}:{number}: expected a JSON object: {error}") from error
+            raise InputError(f"{path}:{number}: expected {EXPECTED}, got {line[:60]!r}: {error}") from error
         if not isinstance(fields, dict):
-            raise InputError(f"{path}:{number}: expected a JSON object, got {type(fields).__name__}")
+            raise InputError(f"{path}:{number}: expected {EXPECTED}, got {line[:60]!r}")
         where = f"{path}:{number}"
         text = template or "{" + _first(fields, PROMPTS, where, "--template 'TEXT with {fields}'") + "}"
         reference = reference or _first(fields, REFERENCES, where, "--reference FIELD")
         names = [*re.findall(r"\{(\w+)\}", text), reference]
         if missing := [name for name in names if name not in fields]:
-            raise InputError(f"{where}: no field {missing[0]!r} (fields: {', '.join(fields)})")
+            asking = "--reference" if missing[0] == reference else "--template"
+            raise InputError(f"{where}: no field {missing[0]!r}, which {asking} names (fields: {', '.join(fields)})")
         prompt = re.sub(r"\{(\w+)\}", lambda place, fields=fields: str(fields[place[1]]), text)  # type: ignore[misc]
         inputs = {name: fields[name] for name in INPUTS if name in fields}
         rows.append(Row({"prompt": prompt, **inputs}, str(fields[reference])))

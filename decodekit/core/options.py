@@ -6,6 +6,7 @@ wrote an option; both are put right here, for plugins and every other section of
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -213,6 +214,8 @@ def _fault(detail: ErrorDetails, model: type[BaseModel]) -> Fault:
         return Fault(loc, WRONG, str(detail["ctx"]["error"]))
     if code in ("bool_type", "bool_parsing"):
         return Fault(loc, WRONG, f"should be true or false, got {shown(given)}")
+    if code in ("int_type", "float_type") and isinstance(given, str) and _reads_as_number(given):
+        return Fault(loc, WRONG, _quoted(given))
     for theirs, ours in _WORDING:
         message = theirs.sub(ours, message)
     return Fault(loc, WRONG, f"{message}, got {shown(given)}")
@@ -240,7 +243,12 @@ def _mistaken(written: Any, value: Any, loc: Loc) -> Iterator[tuple[Loc, str]]:
         if isinstance(written, bool):
             yield loc, f"should be a number, got {shown(written)}"
         elif isinstance(written, str) and _reads_as_number(written):
-            yield loc, f"should be a number, got the text {shown(written)}"
+            yield loc, _quoted(written)
+
+
+def _quoted(text: str) -> str:
+    hint = "; leave the quotes out" if math.isfinite(float(text)) else ""
+    return f"should be a number, got the text {shown(text)}{hint}"
 
 
 def _reads_as_number(text: str) -> bool:

@@ -36,6 +36,7 @@ from typing import IO, Any
 from decodekit.core.errors import InputError
 
 TRACE_VERSION = 1
+_MADE = "give a trace, which decodekit run RECIPE PROMPT --trace FILE writes"
 
 
 class TraceWriter:
@@ -82,14 +83,14 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any
         # Not splitlines: it also cuts at U+2028 and others, which JSON leaves as they are.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
+        raise InputError(f"{path}: no such file; {_MADE}") from error
     except (OSError, UnicodeError) as error:
         raise InputError(f"the trace {str(path)!r} cannot be read: {error}") from error
     try:
         header = json.loads(lines[0])
         found = header["trace"]
     except (IndexError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InputError(f"{path} is not a decodekit trace: its first line has no trace version") from error
+        raise InputError(f"{path} is not a decodekit trace: its first line has no trace version; {_MADE}") from error
     if found != TRACE_VERSION:
         raise InputError(f"{path} is a trace of version {found}; this decodekit reads version {TRACE_VERSION}")
     return header, (_record(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2))

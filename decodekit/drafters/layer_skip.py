@@ -32,7 +32,7 @@ class LayerSkip(Drafter):
     cheap: ClassVar[bool] = False
 
     kind: Literal["layer_skip"] = "layer_skip"
-    skip: tuple[int, ...] = Field((), description="decoder layers to leave out, from 0")
+    skip: tuple[int, ...] = Field((), description="decoder layers to leave out, 0 the first")
     first: int | None = Field(None, ge=1, description="keep so many first layers, then exit")
     schedule: Literal["constant", "heuristic", "dynamic"] = Field(
         "heuristic",

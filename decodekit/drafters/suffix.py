@@ -40,7 +40,7 @@ class Suffix(Drafter):
     others. Where it says little, shorter suffixes say the rest (interpolated, as Jelinek and Mercer, 1980); the likeliest token
     of any text is drafted, and all texts follow it. Helps wherever texts repeat themselves or each other: agents, templates,
     lists, retrieval. What earlier requests held shows in seconds, never in tokens: share a model between people who must not
-    learn even that with ``memory: 0``.
+    learn even that with ``max_cached_tokens: 0``.
 
     Cost: amortised O(1) a token; about 0.5 kB a token remembered; no model.
     """
@@ -49,11 +49,16 @@ class Suffix(Drafter):
 
     kind: Literal["suffix"] = "suffix"
     max_tokens: int = Field(10, ge=1, le=256, description="most tokens of a draft")
-    memory: int = Field(1 << 17, ge=0, description="most tokens of earlier requests that are remembered for a model")
+    max_cached_tokens: int = Field(
+        1 << 17, ge=0, description="most tokens of earlier requests that are remembered for a model"
+    )
 
     def start(self, host: DraftHost) -> DraftState:
         """An automaton a row, beside that of earlier requests."""
-        return _Suffixes(_CORPORA.of(host.model, self.memory) if self.memory else Corpus(), self.memory)
+        return _Suffixes(
+            _CORPORA.of(host.model, self.max_cached_tokens) if self.max_cached_tokens else Corpus(),
+            self.max_cached_tokens,
+        )
 
 
 class Automaton:

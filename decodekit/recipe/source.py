@@ -171,7 +171,8 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> str:
         return f"{problem}: a tab cannot indent, use spaces"
     if error.problem and error.context and error.context_mark:
         return f"{error.context} that begins at line {error.context_mark.line + 1}, {problem}"
-    return f"not well formed: {problem}"
+    hint = "; is the line indented as those around it?" if "mapping values" in problem else ""
+    return f"not well formed: {problem}{hint}"
 
 
 def _json_events(text: str, source: Source) -> Iterator[Any]:

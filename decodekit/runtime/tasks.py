@@ -373,12 +373,14 @@ class SequenceTask(Task):
 
 
 def describe(sequence: SequenceState, **more: Any) -> dict[str, Any]:
-    """A candidate as plain data for ``Output.candidates``."""
+    """A candidate as plain data for ``Output.candidates``; ``mean_logprob`` is a token's under the model's own logits."""
+    raw = sequence.raw_logprobs
     return {
         "text": sequence.text,
         "token_ids": [*sequence.tokens],
         "finish_reason": sequence.finish_reason,
         "logprob": sum(sequence.logprobs),
+        **({"mean_logprob": sum(raw) / len(raw)} if raw else {}),
         **({"error": sequence.error} if sequence.error is not None else {}),
         **more,
     }

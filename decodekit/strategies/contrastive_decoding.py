@@ -20,7 +20,7 @@ class FirstLayers(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(ge=1, description="decoder layers of the amateur, fewer than the model has")
-    norm: bool = Field(True, description="apply the final norm before the head")
+    early_norm: bool = Field(True, description="apply the final norm before the head")
 
 
 class ContrastiveDecoding(TokenStrategy):
@@ -90,4 +90,4 @@ class ContrastiveDecoding(TokenStrategy):
     def _amateur_logits(self, outputs: Outputs) -> Tensor:
         if isinstance(self.amateur, str):
             return outputs["amateur"].logits
-        return outputs["main"].early(norm=self.amateur.norm)[0]
+        return outputs["main"].early(norm=self.amateur.early_norm)[0]

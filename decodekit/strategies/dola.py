@@ -32,7 +32,7 @@ class Dola(TokenStrategy):
 
     kind: Literal["dola"] = "dola"
     layers: Literal["low", "high"] | tuple[int, ...] = Field(
-        "low", description="candidate layers: the lower or upper half, or a list of layer numbers"
+        "low", description="candidate layers: the lower or upper half, or a list, 0 the embedding"
     )
     relative_top: float = Field(
         0.1, ge=0, le=1, description="tokens below this share of the top probability are dropped"

@@ -22,12 +22,12 @@ class ConfidencePruning(BaseModel):
     """Drop hypotheses that a bootstrap over the first references shows to be hopeless.
 
     Cheng and Vlachos, 2023, arXiv:2311.14919, algorithm 1. The references come in random order and twice as many each time;
-    a hypothesis goes when it beats the leader in at most 1 - alpha of the resampled sets.
+    a hypothesis goes when it beats the leader in at most 1 - confidence of the resampled sets.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    alpha: float = Field(0.99, gt=0, lt=1, description="confidence with which a hypothesis is dropped")
+    confidence: float = Field(0.99, gt=0, lt=1, description="with which a hypothesis is dropped; the paper's alpha")
     first: int = Field(8, ge=1, description="references before the first pruning; twice as many before each next one")
     rounds: int = Field(500, ge=1, description="bootstrap samples of the references")
 
@@ -210,7 +210,7 @@ def prune(
         draws = torch.from_numpy(generator.multinomial(size, np.full(size, 1 / size), size=pruning.rounds)) * own
         means = values @ draws.T  # [left, rounds], each round up to a factor
         leader = int((values @ own).argmax())
-        kept = ((means >= means[leader]).to(torch.float64).mean(-1) > 1 - pruning.alpha).nonzero().flatten()
+        kept = ((means >= means[leader]).to(torch.float64).mean(-1) > 1 - pruning.confidence).nonzero().flatten()
         left, values = [left[place] for place in kept.tolist()], values[kept]
         if len(left) == 1:
             break

@@ -8,7 +8,7 @@ def test_every_cache_is_asked_at_every_place_and_length(dense, tokenizer, monkey
     monkeypatch.setattr(needle, "DEPTHS", (0.0, 1.0))
     rows = load_suite("needle").run(dense, tokenizer, list(DEFAULT), lambda status: None)
     assert [row["cache"] for row in rows] == ["full", "full", "int8", "int8", "int4", "int4", "window", "window"]
-    assert all(row["found"] == row["at 0"] + row["at 1"] <= row["cases"] == 2 for row in rows)
+    assert all(row["found"] == row["depth 0"] + row["depth 1"] <= row["cases"] == 2 for row in rows)
     assert rows[0]["prompt_tokens"] < 300 <= rows[1]["prompt_tokens"]
 
 
@@ -30,4 +30,4 @@ def test_a_model_that_repeats_the_key_finds_it(tokenizer, monkeypatch) -> None:
 
     monkeypatch.setattr(needle, "load", lambda recipe: Echo())
     rows = needle.run(None, tokenizer, DEFAULT, lambda status: None)
-    assert all(row["found"] == row["cases"] == 20 and row["at 0.5"] == 4 for row in rows)
+    assert all(row["found"] == row["cases"] == 20 and row["depth 0.5"] == 4 for row in rows)

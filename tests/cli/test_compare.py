@@ -15,8 +15,8 @@ def test_recipes_are_compared_and_the_comparison_goes_on(cli, recipe, tiny_folde
     assert result.code == 0, result.err
     assert result.err.splitlines()[:3] == [
         "plain: rows 1 to 2 of 2 (0 % done)",
-        "one: rows 1 to 2 of 2 (25 % done)",
-        "two: rows 1 to 2 of 2 (50 % done)",
+        "one: rows 1 to 2 of 2 (16 % done)",
+        "two: rows 1 to 2 of 2 (33 % done)",
     ]
     assert [own["recipe"] for own in result.json["recipes"]] == ["plain", "one", "two"]
     assert result.json["rows"] == 2

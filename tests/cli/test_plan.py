@@ -47,6 +47,20 @@ def test_a_person_reads_sizes_and_advice(cli, config):
         assert text in result.out
 
 
+def test_a_budget_that_holds_nothing_says_what_would(cli, config):
+    result = cli("plan", "--config", config, "--context", 100, "--batch", 1, "--budget", "1KiB")
+    assert "1 KiB hold none of the caches below: the smallest, " in result.out
+    assert "give a larger --budget, or a smaller --context or --batch" in " ".join(result.out.split())
+    assert "0 rows" not in result.out
+
+
+def test_what_is_missing_or_wrong_is_explained(cli):
+    missing = cli("plan", "--budget", "1KiB")
+    assert missing.code == 2
+    assert missing.err.splitlines()[-1] == "--context N: tokens of a row, prompt and output"
+    assert "RECIPE: a recipe file (YAML or JSON)" in cli("check").err
+
+
 def test_a_model_folder_needs_no_weights(cli, config):
     assert cli("plan", "-m", config.parent, "--context", 10, "--batch", 1, "--json").json["batch"] == 1
 
@@ -54,8 +68,8 @@ def test_a_model_folder_needs_no_weights(cli, config):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give either a model with -m or its config.json with --config"),
-        (("-m", "x", "--config", "y"), "give either a model with -m or its config.json with --config"),
+        ((), "got neither"),
+        (("-m", "x", "--config", "y"), "got both"),
         (("--config", "missing.json"), "config 'missing.json' cannot be read (No such file or directory)"),
         (("-m", "not a model"), "cannot read the config of model 'not a model'"),
         (("--config", "config.json", "--budget", "lots"), "size 'lots' is not a number of bytes"),

@@ -26,12 +26,12 @@ def letters(text, reference):
 
 @pytest.fixture
 def compared(dense, tokenizer, tmp_path):
-    def make(recipes=RECIPES, resume=False, rows=ROWS):
+    def make(recipes=RECIPES, resume=False, rows=ROWS, batch=6):
         if not resume:
             (tmp_path / "rows.jsonl").unlink(missing_ok=True)
         loaded = {name: load_recipe(own) for name, own in recipes.items()}
         progress = Progress(tmp_path / "rows.jsonl", {"recipes": recipes}, rows, resume=resume)
-        made = Comparison(loaded, rows, letters, progress, batch=2)
+        made = Comparison(loaded, rows, letters, progress, batch=batch)
         said = []
         made.run(dense, tokenizer, {key: {} for key in loaded}, lambda *told: said.append(told))
         return made, progress, said
@@ -70,6 +70,58 @@ def test_a_recipe_is_paired_with_as_many_plain_samples_as_its_tokens_buy(compare
     assert "vote" in picture
 
 
+def test_each_row_has_all_the_samples_that_its_dearest_recipe_buys(compared) -> None:
+    made, progress, _ = compared()
+    for row in range(len(ROWS)):
+        budget = max(progress.done[name, row]["forwarded_tokens"] for name in RECIPES)
+        assert made._price(row, len(progress.done[POOL, row]["samples"])) >= budget
+
+
+def test_the_baseline_chooses_from_the_samples_of_a_recipe_that_draws_plain_ones(compared, dense, tokenizer) -> None:
+    vote = {**RECIPES["vote"], "rules": [{"kind": "temperature", "t": 0.7}]}
+    made, progress, _ = compared({"greedy": RECIPES["greedy"], "vote": vote})
+    outputs = decodekit.load(vote).run(dense, tokenizer, [row.prompt["prompt"] for row in ROWS])
+    for row, output in enumerate(outputs):
+        texts = [own["text"] for own in output.candidates]
+        assert [own["text"] for own in progress.done[POOL, row]["samples"]] == texts
+        assert made._bought(row, output.stats["forwarded_tokens"]) == len(texts)
+
+
+def test_what_two_runs_would_decode_alike_is_decoded_once(compared) -> None:
+    sampled = {"generation": {**PLAIN_OPTIONS, "do_sample": True, "seed": 0}}
+    unseeded = {"generation": {**PLAIN_OPTIONS, "do_sample": True}}
+    greedy = {"generation": {**PLAIN_OPTIONS, "do_sample": False}}
+    recipes = {"greedy": greedy, "one": sampled, "same": sampled, "free": unseeded, "other": unseeded}
+    _, progress, _ = compared(recipes)
+    for row in range(len(ROWS)):
+        own = {name: progress.done[name, row] for name in (PLAIN, *recipes)}
+        assert own["greedy"] == own[PLAIN]  # to the seconds
+        assert own["same"] == own["one"]
+        assert own["other"] != own["free"]
+
+
+def test_batches_have_as_many_rows_of_the_model(compared) -> None:
+    recipes = {**RECIPES, "wide": {**RECIPES["vote"], "strategy": {"kind": "mbr", "n": 2, "utility": "exact"}}}
+    _, _, said = compared(recipes, batch=4)
+    decoded = [what for what, *_ in said if not what.startswith("samples")]
+    assert decoded[:4] == [
+        "plain: rows 1 to 4 of 5",
+        "greedy: rows 1 to 4 of 5",
+        "vote: rows 1 to 1 of 5",
+        "wide: rows 1 to 2 of 5",
+    ]
+    assert decoded[4:] == [
+        "vote: rows 2 to 2 of 5",
+        "vote: rows 3 to 3 of 5",
+        "wide: rows 3 to 4 of 5",
+        "vote: rows 4 to 4 of 5",
+        "plain: rows 5 to 5 of 5",
+        "greedy: rows 5 to 5 of 5",
+        "vote: rows 5 to 5 of 5",
+        "wide: rows 5 to 5 of 5",
+    ]
+
+
 def test_what_was_decoded_is_not_decoded_again(compared, tmp_path) -> None:
     first, *_ = compared()
     text = (tmp_path / "rows.jsonl").read_text()
@@ -80,7 +132,7 @@ def test_what_was_decoded_is_not_decoded_again(compared, tmp_path) -> None:
     whole = (tmp_path / "rows.jsonl").read_text()
     assert whole.startswith("".join(lines[:5]))
     assert len(whole.splitlines()) == len(lines)
-    strip = ("seconds",)
+    strip = ("seconds", "kv_bytes")  # measurements: another batch has others
     ours, theirs = ([vars(line) | dict.fromkeys(strip) for line in own.lines()] for own in (again, first))
     assert ours == theirs
 
@@ -119,6 +171,9 @@ def test_half_a_comparison_is_one_over_the_rows_that_all_have(compared) -> None:
         del progress.done["vote", row]
     assert made.complete() == [0, 1, 2]
     assert [line.rows for line in made.lines()] == [3, 3, 3]
+    # Without its plain samples a row would be held against fewer than its recipes would buy.
+    del progress.done[POOL, 2]
+    assert made.complete() == [0, 1]
 
 
 def test_a_row_that_fails_counts_as_wrong(compared) -> None:
@@ -147,14 +202,29 @@ def test_rows_and_their_references(tmp_path) -> None:
     [row] = read_rows(path, template="{final}? {question}", reference="question", limit=1)
     assert row == Row({"prompt": "3? Why?", "context": "c"}, "Why?")
     for options, message in [
-        ({"template": "{nope}", "reference": None}, r"data\.jsonl:1: no field 'nope'"),
-        ({"template": None, "reference": "nope"}, "no field 'nope'"),
+        ({"template": "{nope}", "reference": None}, r"data\.jsonl:1: no field 'nope', which --template names"),
+        ({"template": None, "reference": "nope"}, "no field 'nope', which --reference names"),
     ]:
         with pytest.raises(InputError, match=message):
             read_rows(path, limit=None, **options)
     path.write_text("[]\n")
-    with pytest.raises(InputError, match="expected a JSON object, got list"):
+    with pytest.raises(InputError, match=r"data\.jsonl:1: expected a JSON object such as .*, got '\[\]'"):
         read_rows(path, template=None, reference=None, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"'.*none\.jsonl' cannot be read \(No such file or directory\): give a JSON object such as"),
+        ("", r"'.*none\.jsonl' is empty: give a JSON object such as"),
+        ("Why?", r"none\.jsonl:1: expected a JSON object such as .*, got 'Why\?'"),
+    ],
+)
+def test_a_file_without_rows_says_what_one_looks_like(tmp_path, text, message) -> None:
+    if text is not None:
+        (tmp_path / "none.jsonl").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_rows(tmp_path / "none.jsonl", template=None, reference=None, limit=None)
 
 
 def test_metrics() -> None:

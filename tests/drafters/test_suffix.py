@@ -63,7 +63,7 @@ def test_the_walk_finds_the_longest_suffix_of_another_text() -> None:
 
 
 def test_confidence_grows_with_the_match_and_with_how_often_it_went_on_so() -> None:
-    state = Suffix(memory=0).start(host(Model()))
+    state = Suffix(max_cached_tokens=0).start(host(Model()))
     [draft] = state.propose([row([1, 2, 3, 4, 5, 6, 7, 9], [1])], [4])
     assert list(draft.tokens) == [2, 3, 4, 5]
     assert list(draft.confidence) == [confidence(match) for match in (1, 2, 3, 4)]
@@ -97,7 +97,7 @@ def test_of_its_own_past_and_earlier_texts_the_likelier_is_continued() -> None:
 
 
 def test_the_most_frequent_continuation_is_taken() -> None:
-    state = Suffix(memory=0).start(host(Model()))
+    state = Suffix(max_cached_tokens=0).start(host(Model()))
     [draft] = state.propose([row([1, 2, 7, 1, 2, 7, 1, 2, 8, 5, 1], [2])], [1])
     assert list(draft.tokens) == [7]
 
@@ -111,7 +111,7 @@ def test_earlier_requests_of_the_same_model_are_known() -> None:
         state = Suffix().start(host(own))
         [draft] = state.propose([row([20, 21], [5])], [4])
         assert list(draft.tokens) == expected
-    [draft] = Suffix(memory=0).start(host(model)).propose([row([20, 21], [5])], [4])
+    [draft] = Suffix(max_cached_tokens=0).start(host(model)).propose([row([20, 21], [5])], [4])
     assert not draft.tokens
 
 

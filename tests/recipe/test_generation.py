@@ -66,7 +66,7 @@ def test_accepted(named: dict[str, Any]) -> None:
     ("named", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: should be greater than or equal to 1, got 0"),
-        ({"max_new_tokens": "10"}, "max_new_tokens: should be a valid integer, got '10'"),
+        ({"max_new_tokens": "10"}, "max_new_tokens: should be a number, got the text '10'; leave the quotes out"),
         ({"max_new_tokens": 10.0}, "max_new_tokens: should be a valid integer, got 10.0"),
         ({"max_new_tokens": True}, "max_new_tokens: should be a valid integer, got true"),
         ({"max_time": 0}, "max_time: should be greater than 0, got 0"),

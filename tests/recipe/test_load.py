@@ -45,7 +45,10 @@ class TestSources:
 
     def test_dict(self) -> None:
         assert load_recipe({"generation": {"seed": 3}}).generation.seed == 3
-        assert refusal({"generation": {"seed": "3"}}) == "recipe: generation.seed: should be a valid integer, got '3'"
+        assert (
+            refusal({"generation": {"seed": "3"}})
+            == "recipe: generation.seed: should be a number, got the text '3'; leave the quotes out"
+        )
 
     def test_a_key_that_would_break_the_line_is_quoted_and_a_long_one_cut(self) -> None:
         assert refusal({"generation": {"\n": 1}}).startswith("recipe: generation.'\\n': unknown option: ")

@@ -23,7 +23,7 @@ def small():
         {"amateur": "small"},
         {"amateur": "small", "form": "ratio", "alpha": 0},
         {"amateur": {"layers": 1}},
-        {"amateur": {"layers": 2, "norm": False}},
+        {"amateur": {"layers": 2, "early_norm": False}},
     ],
     ids=str,
 )

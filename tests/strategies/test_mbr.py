@@ -53,7 +53,7 @@ class Table(Utility):
 
 
 def test_pruning_keeps_the_naive_choice_with_its_confidence_and_saves_utilities() -> None:
-    pruning, hypotheses, references = ConfidencePruning(alpha=0.95, first=16, rounds=300), 24, 64
+    pruning, hypotheses, references = ConfidencePruning(confidence=0.95, first=16, rounds=300), 24, 64
     names = [str(place) for place in range(references)]
     kept = pairs = 0
     for seed in range(60):
@@ -134,7 +134,10 @@ def test_no_references_is_an_error_and_aggregation_may_be_refused() -> None:
         ({"utility": "exact", "aggregate": True}, "strategy: utility 'exact' cannot aggregate its references"),
         ({"utility": "chrf", "aggregate": True, "pruning": {}}, "strategy: aggregate leaves nothing to prune"),
         ({"utility": "chrf", "n": 0}, "strategy.n: should be greater than or equal to 1, got 0"),
-        ({"utility": "chrf", "pruning": {"alpha": 1}}, "strategy.pruning.alpha: should be less than 1, got 1"),
+        (
+            {"utility": "chrf", "pruning": {"confidence": 1}},
+            "strategy.pruning.confidence: should be less than 1, got 1",
+        ),
     ],
 )
 def test_refused(options, message) -> None:
@@ -146,7 +149,7 @@ def test_refused(options, message) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "options",
-    [{}, {"references": 3, "weights": "probability"}, {"pruning": {"first": 2, "rounds": 20, "alpha": 0.6}}],
+    [{}, {"references": 3, "weights": "probability"}, {"pruning": {"first": 2, "rounds": 20, "confidence": 0.6}}],
     ids=["plain", "references", "pruning"],
 )
 def test_every_row_of_a_batch_is_its_solo_run(model, tokenizer, options) -> None:

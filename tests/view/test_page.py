@@ -180,5 +180,5 @@ def test_the_page_is_whole(write) -> None:
 
 def test_what_is_no_trace_makes_no_page(tmp_path) -> None:
     (tmp_path / "x.jsonl").write_text("{}\n")
-    with pytest.raises(InputError, match="is not a decodekit trace"):
+    with pytest.raises(InputError, match=r"is not a decodekit trace: .* give a trace, which decodekit run"):
         page([tmp_path / "x.jsonl"])

@@ -46,17 +46,12 @@ class Esc(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["esc"] = "esc"
-    window: int = Field(4, ge=2, description="candidates of a window, sampled side by side")
-
-    @property
-    def batch(self) -> int:
-        """Candidates between two looks."""
-        return self.window
+    batch: int = Field(4, ge=2, description="candidates of a window, sampled side by side between two looks")
 
     def enough(self, answers: Sequence[str | None]) -> bool:
         """Whether the votes so far will do."""
-        window = answers[-self.window :]
-        return len(window) == self.window and window[0] is not None and len({*window}) == 1
+        window = answers[-self.batch :]
+        return len(window) == self.batch and window[0] is not None and len({*window}) == 1
 
 
 class DeepConf(BaseModel):

@@ -17,8 +17,8 @@ class PmiDc(TokenStrategy):
 
     Holtzman et al., 2021, arXiv:2104.08315, eq. 2: log p(y | prompt) - log p(y | premise), where the premise is what comes
     right before every answer of the domain, such as ``Answer:``. As the paper's measure prefers what is rare in the domain,
-    only tokens with p(y | prompt) >= alpha max p(y | prompt) are chosen from. To rank given answers as the paper does, which
-    needs no such bound, use ``rank``.
+    only tokens with p(y | prompt) >= relative_top * max p(y | prompt) are chosen from. To rank given answers as the paper
+    does, which needs no such bound, use ``rank``.
 
     Helps where likely answers crowd out right ones: multiple choice, answers of different frequency or length. It does not
     help where the frequency of an answer in its domain tells something, nor with a premise that already names an answer.
@@ -30,7 +30,9 @@ class PmiDc(TokenStrategy):
 
     kind: Literal["pmi_dc"] = "pmi_dc"
     premise: str = Field(min_length=1, description="what comes before every answer of the domain, such as 'Answer:'")
-    alpha: float = Field(0.1, ge=0, le=1, description="tokens below this share of the top probability are dropped")
+    relative_top: float = Field(
+        0.1, ge=0, le=1, description="tokens below this share of the top probability are dropped"
+    )
 
     def branches(self, request: Request) -> tuple[Branch, ...]:
         """The prompt, and the premise alone."""
@@ -38,7 +40,7 @@ class PmiDc(TokenStrategy):
 
     def score(self, outputs: Outputs) -> Tensor:
         """[P, V]: the information on the plausible tokens, -inf elsewhere."""
-        return contrast(outputs["main"].logits, outputs["premise"].logits, 1.0, "ratio", share=self.alpha)
+        return contrast(outputs["main"].logits, outputs["premise"].logits, 1.0, "ratio", share=self.relative_top)
 
 
 def rank(

@@ -19,14 +19,14 @@ def log_probs(model, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-@pytest.mark.parametrize("alpha", [0, 0.1])
-def test_obeys_the_laws_of_a_strategy(alpha) -> None:
-    check_strategy(PmiDc(premise=PREMISE, alpha=alpha))
+@pytest.mark.parametrize("relative_top", [0, 0.1])
+def test_obeys_the_laws_of_a_strategy(relative_top) -> None:
+    check_strategy(PmiDc(premise=PREMISE, relative_top=relative_top))
 
 
 def test_equals_the_formula_recomputed_without_cache(parts) -> None:
     model, tokenizer = parts
-    [output] = strategy("pmi_dc", premise=PREMISE, alpha=0.05).run(model, tokenizer, [PROMPT], max_new_tokens=6)
+    [output] = strategy("pmi_dc", premise=PREMISE, relative_top=0.05).run(model, tokenizer, [PROMPT], max_new_tokens=6)
     given, domain = tokenizer(PROMPT).input_ids, tokenizer(PREMISE).input_ids
     for token in output.token_ids:
         p, q = log_probs(model, given)[-1], log_probs(model, domain)[-1]

@@ -64,7 +64,7 @@ def test_adaptive_stops_with_a_clear_leader() -> None:
 
 
 def test_esc_stops_after_a_window_of_one_answer() -> None:
-    strategy = SelfConsistency(n=9, stop={"kind": "esc", "window": 3})
+    strategy = SelfConsistency(n=9, stop={"kind": "esc", "batch": 3})
     played = Played(strategy, ["1", "1", "2", "3", "3", "3", "4", "4", "4"])
     assert len(played.started) == 6
     assert played.report["votes"] == {"3": 3, "1": 2, "2": 1}
@@ -124,7 +124,7 @@ LETTER = {"kind": "regex", "pattern": "[a-z]"}
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stop": {"kind": "esc", "window": 2}}, {"stop": {"kind": "deepconf", "warmup": 2, "window": 3, "batch": 2}}],
+    [{}, {"stop": {"kind": "esc", "batch": 2}}, {"stop": {"kind": "deepconf", "warmup": 2, "window": 3, "batch": 2}}],
     ids=["all", "esc", "deepconf"],
 )
 def test_every_row_of_a_batch_is_its_solo_run(model, tokenizer, options) -> None:

@@ -19,7 +19,7 @@ def test_adaptive_needs_a_clear_leader() -> None:
 
 
 def test_esc_needs_one_answer_in_the_whole_window() -> None:
-    stop = Esc(window=3)
+    stop = Esc(batch=3)
     assert stop.enough(["1", "2", "2", "2"])
     assert not stop.enough(["2", "2", "1", "2"])
     assert not stop.enough(["2", "2"])
