@@ -23,7 +23,7 @@ NEW_TOKENS = 64
 DRAFTERS = ("ngram", "suffix", "recycle", "lookahead")
 LOOKUPS = (3, 5, 10)
 BATCH = 8
-UNREAD = {"suffix": {"kind": "suffix", "memory": 1 << 16}}
+UNREAD = {"suffix": {"kind": "suffix", "max_cached_tokens": 1 << 16}}
 """A drafter with a memory of its own, which the prompts that were decoded alone are not in."""
 RESAMPLES = 2000
 PLAIN = "plain"

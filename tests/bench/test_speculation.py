@@ -34,7 +34,7 @@ def test_rows_hold_every_method_beside_plain_decoding(questions, tokenizer, monk
     monkeypatch.setattr(suite, "NEW_TOKENS", 6)
     monkeypatch.setattr(suite, "RESAMPLES", 100)
     monkeypatch.setattr(suite, "LOOKUPS", (3,))
-    run, reads = load_suite("speculation")
+    run, reads, _ = load_suite("speculation")
     rows = run(tiny_model("dense"), tokenizer, reads(questions, 9), lambda text: None)
     single = [row for row in rows if row["batch"] == 1]
     methods = {*suite.DRAFTERS, "lookup 3 (transformers)"}

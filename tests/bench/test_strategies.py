@@ -37,7 +37,7 @@ def test_a_shape_is_measured_with_rules_and_constraints(dense, tokenizer, tmp_pa
     monkeypatch.setattr(strategies, "SHAPE_PROMPT_TOKENS", 16)
     monkeypatch.setattr(strategies, "SHAPE_NEW_TOKENS", 12)
     dense.config.save_pretrained(tmp_path)
-    run, read = load_suite("strategies")
+    run, read, _ = load_suite("strategies")
     rows = run(None, tokenizer, read(tmp_path / "config.json", None), lambda status: None)
     assert [row["strategy"] for row in rows] == ["dola", "cad", "rules", "json_schema"]
     assert all(0.05 < row["ratio"] < 20 for row in rows)
