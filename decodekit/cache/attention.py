@@ -32,7 +32,7 @@ NAME = "decodekit"
 """The attention implementation's name, for ``set_attn_implementation``."""
 
 NAME_WITHOUT_MASKS = "decodekit_blocks"
-"""The same for forwards of one token a row: transformers makes no mask for it, which would only be checked."""
+"""The same for forwards of one token a row and of packed rows: transformers makes no mask for it."""
 
 NAME_OF_FEW = "decodekit_few"
 """For forwards of a few tokens a row over gathered K/V, where sdpa would copy the K/V for each of their query heads."""

@@ -126,7 +126,7 @@ class PagedCache(GatheredCache):
 
         Raises:
             OutOfBlocks: there is no room for all of it; nothing was taken.
-            InputError: a row or a number of tokens is wrong, or the last step has not ended.
+            InputError: a row or a number of tokens is wrong, rows cannot be packed, or the last step has not ended.
         """
         self._check_idle("begin")
         counts = [len(ids) for ids in tokens]

@@ -6,6 +6,7 @@ a layer that comes again begins another. A forward that never got to its last la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -43,6 +44,7 @@ class SteppedCache(Cache):
         heads_a_kv_head: query heads that share a K/V head.
         frame: whose forward is going on, of those that take many steps at once.
         captured: graphs over its K/V by what tells them apart; whoever gives the cache up lets go of them.
+        lent: by what would tell a graph apart, steps that those of more rows took in its place.
         frame_states: rows of a frame to their states, which graphs write in place.
     """
 
@@ -121,6 +123,7 @@ class SteppedCache(Cache):
         self._run: Run | None = None
         self.frame: Frame | None = None
         self.captured: dict[Any, list[Any]] = {}
+        self.lent = Counter[Any]()
         self.frame_states: dict[int, dict[StateKey, Tensor]] = {}
         self.paths: set[str] = set()
 
@@ -288,6 +291,7 @@ class SteppedCache(Cache):
     def forget_captured(self) -> None:
         """Let go of all graphs, which know K/V and states by their addresses."""
         self.captured.clear()
+        self.lent.clear()
         self.frame_states.clear()
 
     def settle_copies(self, group: Group, copies: Sequence[Copy]) -> None:

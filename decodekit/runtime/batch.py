@@ -231,15 +231,12 @@ class Batch:
         if not graphs.takes(live):
             return None
         # Whoever waits is tried again when they are over.
-        self._stretch = self._optimized(graphs.run(live, most))
-        return self._go_on()
-
-    def _optimized(self, steps: Generator[StepRecord, None, bool]) -> Generator[StepRecord, None, bool]:
-        """Steps, during all of which the sessions' models are at their fastest: to make them so takes as long as a step."""
+        self._stretch = graphs.run(live, most)
+        # Only what is captured needs the model at its fastest, and that is done before the first of them.
         with ExitStack() as stack:
             for session in self.sessions:
                 stack.enter_context(session.optimized())
-            return (yield from steps)
+            return self._go_on()
 
     def _go_on(self) -> list[StepRecord] | None:
         """The next step of those that were begun; ``None`` where none is left."""

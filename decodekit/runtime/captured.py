@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,9 @@ from decodekit.runtime.sequence import SequenceState
 
 STEPS = 256
 """Most steps of a run: what is planned at once."""
+
+_MOST_LENT = 4
+"""How many times as many rows a forward may have as another that would do for a run."""
 
 AHEAD = 2
 """Steps that are launched before the tokens of the first are read."""
@@ -206,14 +208,18 @@ class Forward:
         self._session = session
         self._run: Run | None = None
         self._graph: Any = None
-        # By rows that another forward would do for: the steps that it took for them.
-        self._lent = Counter[int]()
+        self._lent_for: Hashable = None
 
     @property
     def outputs(self) -> BranchOutputs:
         """Of all its rows, overwritten by every step."""
         assert self._outputs is not None, "nothing was forwarded"
         return self._outputs
+
+    def lend(self, key: Hashable) -> Forward:
+        """Take the next run's steps for rows so few that another forward, of this key, would do: they are counted."""
+        self._lent_for = key
+        return self
 
     def load(self, run: Run) -> None:
         """Begin the steps of a run."""
@@ -233,16 +239,12 @@ class Forward:
         """Forward the tokens that the frame holds."""
         assert self._run is not None, "no run was begun"
         self._run.launched += 1
-        if (rows := bucket(len(self._run.rows), self.frame.tokens.device)) < self.frame.rows:
-            self._lent[rows] += 1
+        if self._lent_for is not None:
+            self._session.cache.lent[self._lent_for] += 1
         if self._graph is None:
             self()
         else:
             self._graph.replay()
-
-    def lends(self, rows: int, most: int) -> bool:
-        """Whether it is to go on for so few rows, which it has taken fewer than ``most`` steps for."""
-        return self._lent[rows] < most
 
 
 def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats, lent: int = 0) -> Forward:
@@ -260,16 +262,18 @@ def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats, le
     model = fingerprint(session.model), id(session) if from_elsewhere(session.model) else None
     for stale in [other for other in cache.captured if other[0] != model]:
         del cache.captured[stale]
+        cache.lent.clear()
     key = model, session.layers, rows
     shapes = [WorkShape.of(plan) for plan in run.plan(rows)]
     if (forward := _serving(cache.captured.get(key, ()), shapes)) is not None:
-        return forward
-    larger = sorted(size for *own, size in cache.captured if lent and own == [*key[:-1]] and size > rows)
-    for size in larger:
-        needed = [WorkShape.of(plan) for plan in run.plan(size)]
-        forward = _serving(cache.captured[*key[:-1], size], needed)
-        if forward is not None and forward.lends(rows, lent):
-            return forward
+        return forward.lend(None)
+    if cache.lent[key] < lent:
+        for size in sorted(
+            size for *own, size in cache.captured if own == [*key[:-1]] and rows < size <= _MOST_LENT * rows
+        ):
+            needed = [WorkShape.of(plan) for plan in run.plan(size)]
+            if (forward := _serving(cache.captured[*key[:-1], size], needed)) is not None:
+                return forward.lend(key)
     now = max(row.length for row in run.rows) + run.steps
     most = max(now, most)
     blocks = [-(-most // group.pool.block_size) for group in cache.groups]

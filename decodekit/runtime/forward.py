@@ -17,6 +17,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.cache.runs import Frame
 from decodekit.cache.states import load as load_states
 from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length, uses_sdpa
+from decodekit.core.errors import Refused
 
 FEW = 16
 """Tokens a row up to which a forward's attention costs most by the K/V that it reads."""
@@ -152,12 +153,16 @@ class RaggedForward:
         Raises:
             Refused: it cannot, for this model; nothing has changed.
         """
+        # Other models than transformers' own may count from the end with what they are given.
+        heads = {"logits_to_keep": kept} if self.headless else {}
         ids = torch.tensor([[token for own in tokens for token in own]], device=self._model.device)
         with self._cache.begin(rows, tokens, direct=True, packed=True) as step:
-            heads = {"logits_to_keep": kept} if "logits_to_keep" in self._accepted else {}
             given = {"position_ids": step.position_ids, **heads, **self._always}
             with attention(self._model, NAME_WITHOUT_MASKS):
                 outputs = self._model(input_ids=ids, **given, dk_cache=step)
+            expected, found = len(kept) if heads else ids.shape[1], outputs.logits.shape[1]
+            if found != expected:
+                raise Refused(f"{type(self._model).__name__} gave logits of {found} positions instead of {expected}")
         if not heads:
             outputs.logits = outputs.logits[:, kept]
         return outputs

@@ -19,7 +19,7 @@ _KEPT = 16
 
 
 _LENT = 64
-"""Steps that a graph of more rows takes before one is captured for fewer, which takes as long as these save. Requests that came
+"""Steps that graphs of more rows take before one is captured for fewer, which takes as long as these save. Requests that came
 together end one after another, so that each number of rows lasts for a step or two."""
 
 

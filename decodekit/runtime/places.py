@@ -35,7 +35,8 @@ class _Masks:
     """What is known of the masks that transformers makes for a model.
 
     Attributes:
-        causal: attention has seen some for several tokens a row, and they are as it has them; packed rows have none.
+        causal: several tokens a row were forwarded in place, and attention refused none that were made for them; packed rows
+            have none.
     """
 
     causal = False
@@ -58,6 +59,7 @@ class PlacedSession(Session):
         super().__init__(model, layers)
         self._reads = self._reads_blocks()
         self._masks = _MASKS.of(model)
+        self._spread = len({own.device for own in model.parameters()}) > 1
         # Rows that share blocks with others: gathering would copy these for each of them.
         self._sharing: set[int] = set()
 
@@ -84,7 +86,7 @@ class PlacedSession(Session):
 
     def why_no_run(self) -> str | None:
         """Why its rows cannot take many steps at once; ``None``: they can."""
-        if len({own.device for own in self.model.parameters()}) > 1:
+        if self._spread:
             return "weights on several devices"
         reads = self._reads and triton_runs(self.model.device)
         return self._cache.why_no_run() if reads else "rows that are gathered"
@@ -107,7 +109,8 @@ class PlacedSession(Session):
 
     def _packs(self) -> bool:
         """Whether rows with different numbers of new tokens are forwarded without pads."""
-        alone = self._cache.quantization is not None or self._cache.keeps_states
+        # Where they end is told to the head on the device of the first layer.
+        alone = self._cache.quantization is not None or self._cache.keeps_states or self._spread
         return not alone and self._forward.packs and self._in_place(1)
 
     def _run(self, places: Sequence[int], tokens: Sequence[Ids], last: int = 1) -> Any:
@@ -187,7 +190,7 @@ class PlacedSession(Session):
         if not (self._packs() and len(set(counts)) > 1):
             width = max(1, *wanted)
             outputs = self._keep(self._run(group, tokens, width), "main", width)
-            self._check_head(outputs)
+            self._check_head()
             return outputs, [place * max(counts) for place in places], [place * width for place in places]
         ends = [*itertools.accumulate(counts)]
         kept = torch.tensor(
@@ -201,8 +204,7 @@ class PlacedSession(Session):
             self._reads = False
             return None
         outputs = self._keep(raw, "main", kept=kept)
-        if wanted[-1]:
-            self._check_head(outputs)
+        self._check_head(kept)
         return outputs, ends, [*itertools.accumulate(wanted)]
 
     def _note(self, known: dict[int, Tensor], start: int, end: int) -> None:

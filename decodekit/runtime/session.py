@@ -127,18 +127,23 @@ class Session(ABC):
         hidden = {layer: own[:, -last:].flatten(0, 1) if kept is None else own[0, kept] for layer, own in known.items()}
         return BranchOutputs(logits, hidden, self._readout)
 
-    def _check_head(self, outputs: BranchOutputs) -> None:
+    def _check_head(self, kept: Tensor | None = None) -> None:
         """A head with a scale or softcap that is not known here would skew every early layer: refuse it.
 
         The last entry of ``hidden_states`` is the normed state that the model's own head read.
+
+        Args:
+            kept: of a packed forward, [n] the places that it gave logits of.
         """
         if self._readout is None or self._head_checked:
             return
+        logits, hidden = self.raw.logits, self.raw.hidden_states[-1]
+        logits, hidden = (logits[:, -1], hidden[:, -1]) if kept is None else (logits[0], hidden[0, kept])
+        if not len(logits):
+            return
         self._head_checked = True
-        expected = self.raw.logits[:, -1].to(outputs.logits.dtype)
-        worst = (
-            (self._readout(self.raw.hidden_states[-1][:, -1], norm=False, finish=True) - expected).abs().max().item()
-        )
+        expected = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        worst = (self._readout(hidden, norm=False, finish=True) - expected).abs().max().item()
         # NaN logits are a fault of their row, not of the head.
         if worst > 1e-2 * max(1.0, expected.abs().max().item()):
             raise Refused(
@@ -211,7 +216,7 @@ class DynamicSession(Session):
         for name, stepper in self._in_order():
             kept[name] = self._keep(stepper.prefill(last), name, last)
             if name == "main":
-                self._check_head(kept[name])
+                self._check_head()
         return kept
 
     @override

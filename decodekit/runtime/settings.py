@@ -75,6 +75,10 @@ class Settings:
         return self.max_length - prompt_tokens
 
 
+_ALWAYS = {"max_length", "num_return_sequences"}
+"""Options without which there is no call: None leaves them to the model."""
+
+
 def resolve(model: Any, prepared: compat.Prepared, recipe: Recipe, named: Collection[str] = ()) -> Settings:
     """Merge the options of the call, the recipe and the model.
 
@@ -102,16 +106,16 @@ def resolve(model: Any, prepared: compat.Prepared, recipe: Recipe, named: Collec
         if name not in seen:
             setattr(winning, name, value)
     # As in a call of generate, None says that the model's own default is not to hold.
-    off = {name for name in named if name not in wanted and hasattr(winning, name)}
+    off = {name for name in named if name not in wanted and hasattr(winning, name)} - _ALWAYS
     for name in off:
         setattr(winning, name, None)
-    lengths = _lengths(model, call, default, wanted, criteria, width)
+    lengths = _lengths(model, call, default, wanted, off, criteria, width)
     if {"eos_token_id", "pad_token_id", "bos_token_id"} & (off | (wanted.keys() - seen)):
         compat.set_special_tokens(winning, prepared.input_ids.device)
     _refuse(winning, recipe)
     eos = winning.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    stops = winning.stop_strings or default.stop_strings or ()
+    stops = winning.stop_strings or (None if "stop_strings" in off else default.stop_strings) or ()
     if criteria.replaces_time:
         winning.max_time = None
     return Settings(
@@ -136,6 +140,7 @@ def _lengths(
     call: GenerationConfig,
     default: GenerationConfig,
     wanted: Mapping[str, Any],
+    off: Collection[str],
     criteria: compat.Criteria,
     width: int,
 ) -> tuple[int | None, int | None]:
@@ -147,13 +152,15 @@ def _lengths(
     own = model.generation_config.max_length
     added = default.max_length + width
     unseen = {own} if own is not None else {added, min(added, compat.context_length(model) or added)}
+    if call.max_new_tokens is not None:
+        unseen.add(call.max_new_tokens + width)  # what generate makes of a model's default
     if call.max_length not in unseen:
         return None, call.max_length
     if "max_new_tokens" in wanted:
         return wanted["max_new_tokens"], None
     if "max_length" in wanted:
         return None, wanted["max_length"]
-    if call.max_new_tokens is not None:
+    if call.max_new_tokens is not None and "max_new_tokens" not in off:
         return call.max_new_tokens, None
     # A model's own default counts the prompt, transformers' default of 20 does not.
     return (None, own) if own is not None else (call.max_length - width, None)

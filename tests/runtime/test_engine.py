@@ -73,7 +73,8 @@ def test_steps_and_prompts_share_a_forward_where_rows_are_packed(monkeypatch) ->
         requests = [engine.submit(ids, max_new_tokens=count) for ids, count in zip(prompts, lengths, strict=True)]
         outputs = [request.result().token_ids for request in requests]
     assert any(counts[0] == 1 and max(counts) > 1 for counts, _ in seen)
-    assert all(kept <= len(counts) for counts, kept in seen)  # a prompt that is not through gives nothing
+    # Budget for the last prompt is left for a part of it, which gives nothing; those that step or are through give one each.
+    assert ([1, 1, 18], 2) in seen or any(kept == len(counts) - 1 for counts, kept in seen)
     with engine_of() as engine:
         alone = [
             engine.submit(ids, max_new_tokens=count).result().token_ids

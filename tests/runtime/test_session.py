@@ -111,6 +111,66 @@ def test_a_model_that_cannot_be_told_positions_is_not_packed(padded, packed, mon
     assert not packed
 
 
+def test_a_model_from_elsewhere_that_counts_logits_from_the_end_is_packed_all_the_same(packed, monkeypatch) -> None:
+    model = tiny_model("dense").double()
+    prompts = [list(range(3, 8)), list(range(4, 37))]
+
+    def outputs():
+        with decodekit.Engine(model, None, {}, tokens_per_step=12) as engine:
+            requests = [engine.submit(ids, max_new_tokens=6, eos_token_id=None) for ids in prompts]
+            return [request.result().token_ids for request in requests]
+
+    expected = outputs()
+    original = type(model).forward
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, **kwargs):
+        outputs = original(self, input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        outputs.logits = outputs.logits[:, -logits_to_keep:]
+        return outputs
+
+    elsewhere = type("Elsewhere", (type(model),), {"forward": forward, "__module__": "somewhere"})
+    monkeypatch.setattr(model, "__class__", elsewhere)
+    packed.clear()
+    assert outputs() == expected
+    assert packed
+
+
+def test_rows_that_a_model_cannot_pack_are_grouped_anew(padded, packed, monkeypatch) -> None:
+    model = tiny_model("dense")
+    expected = model.generate(**padded(), max_new_tokens=6, custom_generate=decodekit.load({}))
+    asked = []
+
+    def refused(self, rows, tokens, kept):
+        asked.append(rows)
+        raise Refused("not this model")
+
+    monkeypatch.setattr(RaggedForward, "packed", refused)
+    assert torch.equal(model.generate(**padded(), max_new_tokens=6, custom_generate=decodekit.load({})), expected)
+    assert len(asked) == 1
+
+
+def test_an_unknown_head_is_refused_in_the_first_packed_forward(packed, monkeypatch) -> None:
+    model = tiny_model("dense")
+    prompts = [list(range(3, 8)), list(range(4, 37))]
+
+    def outputs():
+        recipe = {"strategy": {"kind": "dola", "layers": [1, 2]}}
+        with decodekit.Engine(model, None, recipe, tokens_per_step=12) as engine:
+            requests = [engine.submit(ids, max_new_tokens=4, eos_token_id=None) for ids in prompts]
+            return [request.result() for request in requests]
+
+    assert all(output.error is None for output in outputs())
+    original = type(model).forward
+
+    def forward(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        outputs.logits = 3 * outputs.logits
+        return outputs
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    assert all("output head" in str(output.error) for output in outputs())
+
+
 def test_a_model_that_does_not_hand_the_step_down_is_gathered_for(forwards) -> None:
     from transformers import StableLmConfig, StableLmForCausalLM
 

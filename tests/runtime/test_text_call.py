@@ -324,6 +324,14 @@ def test_none_takes_the_models_own_default_away(dense, tokenizer, monkeypatch) -
     assert GREEDY.run(dense, tokenizer, "Who won?", **options)[0].token_ids == plain.token_ids
     with decodekit.Engine(dense, tokenizer, {}) as engine:
         assert engine.submit("Who won?", **options).result().token_ids == plain.token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(dense.generation_config, "stop_strings", [plain.text[:2]])
+        patch.setattr(dense.generation_config, "max_new_tokens", 4)
+        assert GREEDY.run(dense, tokenizer, "Who won?", **options)[0].token_ids != plain.token_ids
+        off = {"max_new_tokens": None, "max_length": 200, "stop_strings": None, "eos_token_id": None}
+        found = GREEDY.run(dense, tokenizer, "Who won?", **off)[0].token_ids
+        assert found[:9] == plain.token_ids
+        assert len(found) > 9
     monkeypatch.setattr(dense.generation_config, "top_k", 1)
     sampled = {**options, "do_sample": True, "seed": 1}
     free, bound = (GREEDY.run(dense, tokenizer, "Who won?", **sampled, **own)[0] for own in ({"top_k": None}, {}))
