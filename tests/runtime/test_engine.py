@@ -119,6 +119,17 @@ def test_what_cannot_run_is_refused_when_it_is_submitted() -> None:
     assert [name for name, _ in engine.results()] == ["a"]
 
 
+@pytest.mark.parametrize("recipe", [None, {"drafter": {"kind": "ngram"}}, {"rules": [{"kind": "top_k", "k": 3}]}])
+def test_what_never_fits_is_refused_in_10_ms(recipe) -> None:
+    engine, seconds = engine_of(blocks=8, slots=2), []
+    for _ in range(20):
+        started = time.process_time()
+        with pytest.raises(InputError, match="never fits"):
+            engine.submit([5] * 20, recipe=recipe, max_new_tokens=20)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.01
+
+
 @pytest.mark.parametrize("error", ["ValueError", "RowError"])
 def test_a_failing_request_leaves_the_others_as_they_are(error) -> None:
     failing = Recipe(rules=(FailsAt(error=error),), generation=Generation(max_new_tokens=6))
