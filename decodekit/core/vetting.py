@@ -79,6 +79,13 @@ class _Worker:
 
     def compiles(self, described: bytes) -> bool | None:
         """Whether a constraint compiles within the limits; ``None`` where that cannot be told."""
+        try:
+            return self._ask(described)
+        except BaseException:
+            self.stop()  # an interrupt: the answer that is still to come would be taken for the next one's
+            raise
+
+    def _ask(self, described: bytes) -> bool | None:
         if self._process is None and self._works:
             self._start()
         if self._process is None:

@@ -119,6 +119,27 @@ def test_a_worker_is_ended_at_its_limits(tmp_path) -> None:
 
 
 @linux
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interrupt_leaves_no_answer_behind(worker, monkeypatch, place) -> None:
+    """As the worker starts, and as it compiles."""
+    honest, calls = vetting._Worker._answers, []
+
+    def interrupted(self, seconds):
+        calls.append(seconds)
+        if len(calls) == place + 1:
+            raise KeyboardInterrupt
+        return honest(self, seconds)
+
+    monkeypatch.setattr(vetting._Worker, "_answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        vetting.vet(Regex(pattern="a" * 20_000))
+    assert worker._process is None
+    vetting.vet(Regex(pattern="a" * 20_000))
+    assert len(calls) == place + 3
+    assert worker._process.poll() is None
+
+
+@linux
 def test_the_worker_stays_and_a_verdict_is_kept(worker) -> None:
     vetting.vet(Regex(pattern="a" * 20_000))
     process = worker._process
