@@ -2,6 +2,7 @@ import random
 import statistics
 import threading
 import time
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -427,3 +428,22 @@ def test_a_call_from_within_a_step_is_an_error_and_a_cancel_waits_for_its_end(th
         thread.join()
     bad = engine.submit([5, 17], recipe=Recipe(rules=(Calls(what=engine.stats),)), max_new_tokens=3)
     assert "called from within one of its own steps" in bad.result().error
+
+
+def test_an_interrupt_as_a_turn_begins_gives_it_back(monkeypatch) -> None:
+    engine = engine_of()
+
+    @contextmanager
+    def interrupted():
+        yield
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_gate", interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    found = []
+    other = threading.Thread(target=lambda: found.append(engine.step()), daemon=True)
+    other.start()
+    other.join(30)
+    assert found == [False]
