@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,7 +48,13 @@ class PluginInfo:
 
 def distribution_of(entry: EntryPoint) -> str:
     """The distribution that an entry point belongs to."""
-    return entry.dist.name if entry.dist is not None else "unknown"
+    return _name(entry.dist) if entry.dist is not None else "unknown"
+
+
+@cache
+def _name(distribution: Distribution) -> str:
+    """Its metadata are parsed each time that they are asked for."""
+    return distribution.name
 
 
 def _allowed(distribution: str) -> bool:

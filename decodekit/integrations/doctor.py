@@ -39,6 +39,11 @@ NEW = 6
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Largest difference by dtype; recurrent layers compute in float32 whatever the model's is."""
 
+DIVERGENCE = "nats a token"
+"""What fewer bits of K/V are measured in."""
+
+LIMITS_BY_UNIT = {"texts": 0.0, DIVERGENCE: 0.05}
+
 _LARGEST_COPY = 2 * 1024**3
 
 
@@ -90,16 +95,17 @@ class Patient:
         ids, mask = left_pad(rows, self.tokenizer.pad_token_id or 0, self.model.device)
         return Stepper(self.model, compat.prepare(self.model, ids, mask, max_new_tokens=NEW + 1, use_cache=True))
 
-    def paged(self) -> _Paged:
+    def paged(self, **options: Any) -> _Paged:
         """An empty cache of blocks."""
-        return _Paged(self.model)
+        return _Paged(self.model, **options)
 
 
 class _Paged:
     """Rows of a paged cache, forwarded in as many steps as the model needs."""
 
-    def __init__(self, model: Any) -> None:
-        self.cache = PagedCache(model.config, num_blocks=512, block_size=4, device=model.device)
+    def __init__(self, model: Any, **options: Any) -> None:
+        options = {"num_blocks": 512, "block_size": 4, "device": model.device, **options}
+        self.cache = PagedCache(model.config, **options)
         self._forward = RaggedForward(model, self.cache)
 
     def open(self, ids: Sequence[int]) -> int:
@@ -220,6 +226,15 @@ def _rollback(patient: Patient) -> float:
     return difference(found, patient.forward([[*kept, *ids[-NEW:]]], use_cache=False)[0, len(kept) :])
 
 
+def _quantized(kind: str, patient: Patient) -> float:
+    """Mean divergence of the next tokens' distributions from those of full precision, over blocks as they are by default."""
+    ids = [token for row in patient.rows for token in row]
+    loop = patient.paged(block_size=16, quantization=kind)
+    found = loop.extend(loop.open(ids), ids, 16).log_softmax(-1)
+    truth = patient.forward([ids], use_cache=False)[0].log_softmax(-1)
+    return float((truth.exp() * (truth - found)).nan_to_num(math.inf).sum(-1).mean())
+
+
 def _round_trip(patient: Patient) -> float:
     tokenizer, wrong = patient.tokenizer, 0
     for text in HARD_TEXTS:
@@ -293,6 +308,10 @@ LAWS: Mapping[str, tuple[Measure, str, str]] = {
     "rollback = never forwarded": (_rollback, "", "drafters and constraints over cache: paged"),
     "tokens give the text back": (_round_trip, "texts", "stop_strings, constraints and streams of such texts"),
     "speculation = plain decoding": (_speculation, "largest margin of a flip", "drafters"),
+    **{
+        f"K/V as {kind} = full precision": (partial(_quantized, kind), DIVERGENCE, f"cache: {{quantization: {kind}}}")
+        for kind in ("int8", "fp8", "int4")
+    },
 }
 """A law: what measures it, what the number is of if not of logits, what not to use where it fails."""
 
@@ -311,7 +330,7 @@ def examine(model: Any, tokenizer: Any) -> Iterator[Finding]:
     compat.check_model(model)
     patient = Patient(model, tokenizer)
     for law, (measure, unit, avoid) in LAWS.items():
-        limit = 0.0 if unit == "texts" else patient.limit
+        limit = LIMITS_BY_UNIT.get(unit, patient.limit)
         yield _finding(law, partial(measure, patient), limit, unit, avoid)
     count = sum(weight.numel() for weight in model.parameters())
     others = (dtype for dtype in LIMITS if count * dtype.itemsize <= _LARGEST_COPY)

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,7 +129,7 @@ class Engine:
         self._ids: set[str] = set()
         self._open: dict[str, EngineRequest] = {}
         self._orders = itertools.count()
-        self._gate, self._turn = threading.Lock(), threading.Lock()
+        self._gate, self._turn = threading.Lock(), threading.RLock()
         # The thread that is inside, and what it wants cancelled when its step ends.
         self._owner: int | None = None
         self._cancelled: list[str] = []
@@ -279,14 +279,16 @@ class Engine:
                 "the engine was called from within one of its own steps (by a rule, a strategy or a signal's handler), where "
                 "only cancel is possible; call it after the step, or from another thread and do not wait for that one"
             )
-        with self._gate:
-            self._turn.acquire()
         try:
+            with self._gate:
+                self._turn.acquire()
             self._owner = threading.get_ident()
             yield
         finally:
-            self._owner = None
-            self._turn.release()
+            if self._owner == threading.get_ident():
+                self._owner = None
+            with suppress(RuntimeError):  # an interrupt came before this thread had the turn
+                self._turn.release()
 
 
 def _recipe(given: Decoder | Recipe | str | Path | Mapping[str, Any]) -> Recipe:

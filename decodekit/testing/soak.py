@@ -12,12 +12,16 @@ import json
 import random
 import resource
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -47,6 +51,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 SAME_AS = {"drafts": "greedy", "audited": "greedy"}
 """Recipes whose tokens are another's, by definition."""
 
+PAUSE_S = 2.0
+"""What takes longer is told of, with where it was by then."""
+
 PROMPTS = ("Who won?", "a", "1 2 3 1 2 3 1 2", "The other one, please: 1 + 2 = ", "the lamp is red, the lamp is green")
 
 
@@ -60,6 +67,7 @@ class Report:
         mismatches: requests whose tokens were others than at the beginning.
         leaked_blocks: most blocks in use between two requests.
         longest_s: seconds of the longest request.
+        pauses: requests that took more than ``PAUSE_S``. Little CPU time of them: other processes had it.
         usable_s: most seconds from an interrupt to the next token.
         memory_bytes: resident, after the warm-up and at the end.
         growth: of memory, as a share.
@@ -70,9 +78,18 @@ class Report:
     mismatches: list[str] = field(default_factory=list)
     leaked_blocks: int = 0
     longest_s: float = 0.0
+    pauses: list[str] = field(default_factory=list)
     usable_s: float = 0.0
     memory_bytes: tuple[int, int] = (0, 0)
     growth: float = 0.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A Ctrl-C of the soak's own, and when it came; that of whoever runs it ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since = time.perf_counter()
 
 
 class Breaking(Rule):
@@ -92,7 +109,7 @@ class Breaking(Rule):
             case "row":
                 raise RowError("this row ends here")
             case "interrupt":
-                raise KeyboardInterrupt
+                raise Interrupted
             case "nan":
                 return logits * float("nan")
             case "shape":
@@ -113,13 +130,12 @@ class Soak:
         self.report, self._rng = Report(), random.Random(seed)
         self._cache, self._small = self._new_cache(256), self._new_cache(6)
         self._known: dict[str, list[list[int]]] = {}
-        self._interrupted: float | None = None
 
     def _new_cache(self, blocks: int) -> PagedCache:
         return PagedCache(self.model.config, num_blocks=blocks, block_size=4, host_bytes=1 << 16)
 
-    def _decode(self, recipe: Recipe, prompts: Sequence[str], cache: PagedCache) -> list[list[int]]:
-        options = {"raw": True, "max_new_tokens": 10, CACHE_KEY: cache}
+    def _decode(self, recipe: Recipe, prompts: Sequence[str], cache: PagedCache, new: int = 10) -> list[list[int]]:
+        options = {"raw": True, "max_new_tokens": new, CACHE_KEY: cache}
         outputs = Decoder(recipe).run(self.model, self.tokenizer, list(prompts), **options)
         self.report.tokens += sum(len(output.token_ids) for output in outputs)
         return [output.token_ids for output in outputs]
@@ -135,25 +151,42 @@ class Soak:
         ]
         [kind] = self._rng.choices([own for own, _ in kinds], [weight for _, weight in kinds])
         started = time.perf_counter()
-        kind()
+        with self._watched(kind.__name__.strip("_")):
+            kind()
         self.report.longest_s = max(self.report.longest_s, time.perf_counter() - started)
         used = [group.pool.used_blocks for cache in (self._cache, self._small) for group in cache.groups]
         self.report.leaked_blocks = max(self.report.leaked_blocks, *used)
 
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Report a pause: how long, how much of it was work, and where it was after ``PAUSE_S``."""
+        own, where = threading.get_ident(), list[str]()
+        timer = threading.Timer(PAUSE_S, lambda: where.extend(_places(sys._current_frames()[own])))
+        started, worked = time.perf_counter(), time.process_time()
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if (seconds := time.perf_counter() - started) > PAUSE_S:
+            worked = time.process_time() - worked
+            told = f"{name}: {seconds:.1f} s, {worked:.1f} s of CPU time"
+            self.report.pauses.append(", ".join([told, *where]))
+
     def _plain(self) -> None:
         name, count = self._rng.choice([*RECIPES]), self._rng.randint(1, 4)
         self.report.requests[name] += 1
-        prompts = self._rng.sample(PROMPTS, count)
-        recipe = load_recipe(RECIPES[name])
+        prompts, known = self._rng.sample(PROMPTS, count), self._expected(name)
+        found = self._decode(load_recipe(RECIPES[name]), prompts, self._cache)
+        if found != [known[PROMPTS.index(prompt)] for prompt in prompts]:
+            self.report.mismatches.append(f"{name}: {prompts}")
+
+    def _expected(self, name: str) -> list[list[int]]:
+        """Tokens of a recipe for each of the prompts, on a cache of its own."""
         if name not in self._known:
             plain = load_recipe(RECIPES[SAME_AS.get(name, name)])
             self._known[name] = [self._decode(plain, [prompt], self._new_cache(256))[0] for prompt in PROMPTS]
-        found = self._decode(recipe, prompts, self._cache)
-        if self._interrupted is not None:
-            self.report.usable_s = max(self.report.usable_s, time.perf_counter() - self._interrupted)
-            self._interrupted = None
-        if found != [self._known[name][PROMPTS.index(prompt)] for prompt in prompts]:
-            self.report.mismatches.append(f"{name}: {prompts}")
+        return self._known[name]
 
     def _left(self) -> None:
         """A stream that its reader leaves after some pieces."""
@@ -170,12 +203,16 @@ class Soak:
         name = self._rng.choice(["greedy", "beam", "drafts", "cfg"])
         recipe = load_recipe(RECIPES[name])
         recipe = recipe.model_copy(update={"rules": (Breaking(place=self._rng.randint(0, 9), how=how),)})
+        known = self._expected("greedy")
         try:
             self._decode(recipe, self._rng.sample(PROMPTS, 3), self._cache)
         except (PluginError, RowError):
             pass
-        except KeyboardInterrupt:
-            self._interrupted = time.perf_counter()
+        except Interrupted as interrupt:
+            [token] = self._decode(load_recipe({}), PROMPTS[:1], self._cache, new=1)
+            self.report.usable_s = max(self.report.usable_s, time.perf_counter() - interrupt.since)
+            if token != known[0][:1]:
+                self.report.mismatches.append("the first token after an interrupt")
 
     def _exhausted(self) -> None:
         self.report.requests["exhausted"] += 1
@@ -206,6 +243,11 @@ def soak(*, minutes: float | None = None, requests: int | None = None, seed: int
     before, after = int(median(sizes[2 * tenth : 3 * tenth] or sizes)), int(median(sizes[-tenth:]))
     run.report.memory_bytes, run.report.growth = (before, after), after / before - 1
     return run.report
+
+
+def _places(frame: FrameType) -> list[str]:
+    """The innermost calls."""
+    return [f"{Path(call.filename).stem}:{call.lineno} {call.name}" for call in traceback.extract_stack(frame)[-12:]]
 
 
 def _resident() -> int:

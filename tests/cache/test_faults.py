@@ -38,7 +38,7 @@ FAULTS = [
     Fault("an evicted block can be hit", Allocator, "take", "self.unseal(block)", "pass"),
     Fault("an evicted block stays in the LRU", Allocator, "take", "del self.cached[block]", "pass"),
     Fault("another free block leaves the list", Allocator, "take", "self.free.pop()", "self.free.pop(0)"),
-    Fault("a taken block has no owner", Allocator, "take", "self.references[block] = 1", "pass"),
+    Fault("a taken block has no owner", Allocator, "take", "self.references[block], ", "_, "),
     Fault("an eviction is not counted", Allocator, "take", 'self.counts["evictions"] += 1', "pass"),
     Fault("the newest cached block is evicted", Allocator, "choose", "islice(self.cached,", "islice(reversed(self.cached),"),
     Fault("cached blocks go before free ones", Allocator, "choose", "[*free, *islice(self.cached, count - len(free))]",
@@ -146,12 +146,22 @@ QUICK = {
 }
 
 
+def mutant(fault: Fault) -> Mutant:
+    target = f"{fault.owner.__module__}:{fault.owner.__qualname__}.{fault.method}"
+    return Mutant(fault.name, target, fault.right, fault.wrong)
+
+
+def test_every_fault_has_its_line():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        with planted(mutant(fault)):
+            pass
+
+
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, id=f.name, marks=[] if f.name in QUICK else pytest.mark.slow) for f in FAULTS]
 )
 def test_fault_is_found(fault):
-    target = f"{fault.owner.__module__}:{fault.owner.__qualname__}.{fault.method}"
-    mutant = Mutant(fault.name, target, fault.right, fault.wrong)
-    with planted(mutant), pytest.raises((Exception, Interrupted, pytest.fail.Exception)) as found:
+    with planted(mutant(fault)), pytest.raises((Exception, Interrupted, pytest.fail.Exception)) as found:
         run_state_machine_as_test(PoolMachine, settings=settings(SEARCH, max_examples=1000, phases=[Phase.generate]))
     assert not isinstance(found.value, HypothesisException), "the machine is not deterministic"

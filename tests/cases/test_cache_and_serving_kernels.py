@@ -8,10 +8,13 @@ import transformers
 
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.quantization import QuantizedStore
+from decodekit.integrations.doctor import examine
 from decodekit.kernels.kv_quantize import BITS, dequantize, quantize
 from decodekit.kernels.kv_write import kv_write
 from decodekit.kernels.paged_attention import paged_attention
-from decodekit.testing import tiny_model
+from decodekit.testing import tiny_model, tiny_tokenizer
+from decodekit.testing.mutants import planted
+from decodekit.testing.mutants.faults import FAULTS
 from tests.cache.families import forward
 from tests.cache.test_quantized_cache import SIZE, Rounded, RoundedCache
 from tests.cases.test_cache_and_serving import loop_over, tokens
@@ -186,8 +189,9 @@ class ByTokenCache(RoundedCache):
         return ByToken(self.groups[number].pool.num_blocks, keys, values, self.quantization)
 
 
-def test_outlier_channels_of_keys_survive_4_bits() -> None:
-    """https://github.com/huggingface/transformers/issues/35185: a scale a token left nothing of the other channels."""
+@pytest.fixture(scope="module")
+def outlying():
+    """A model whose keys have two channels that are 50 times as large as the others."""
     model = tiny_model("dense", layers=2)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -195,14 +199,19 @@ def test_outlier_channels_of_keys_survive_4_bits() -> None:
             heads = projection.weight.view(-1, 8, 32)
             heads *= 0.25  # scores in the range of a trained model's
             heads[:, [0, 4]] *= factor  # a pair that is rotated together, so that every score stays the same
+    return model
+
+
+def test_outlier_channels_of_keys_survive_4_bits(outlying) -> None:
+    """https://github.com/huggingface/transformers/issues/35185: a scale a token left nothing of the other channels."""
     ids = [tokens(64, seed) for seed in range(4)]
 
     def divergence(cache_class, kind) -> float:
         total = 0.0
         for row in ids:
-            cache = cache_class(model.config, num_blocks=64, block_size=SIZE, quantization=kind)
-            found = torch.cat([forward(model, [[token]], cache)[0] for token in row]).log_softmax(-1)
-            expected = forward(model, [row])[0].log_softmax(-1)
+            cache = cache_class(outlying.config, num_blocks=64, block_size=SIZE, quantization=kind)
+            found = torch.cat([forward(outlying, [[token]], cache)[0] for token in row]).log_softmax(-1)
+            expected = forward(outlying, [row])[0].log_softmax(-1)
             total += float((expected.exp() * (expected - found)).sum(-1).mean()) / len(ids)
         return total
 
@@ -210,3 +219,17 @@ def test_outlier_channels_of_keys_survive_4_bits() -> None:
     assert divergence(PagedCache, None) < 1e-6
     assert measured(PagedCache) <= 0.05
     assert measured(ByTokenCache) > 4 * measured(PagedCache)
+
+
+def test_what_4_bits_lose_is_measured_and_named(outlying) -> None:
+    """https://github.com/huggingface/transformers/issues/35185: nothing told that a model does not bear them."""
+
+    def finding():
+        return next(own for own in examine(outlying, tiny_tokenizer()) if own.law == "K/V as int4 = full precision")
+
+    assert finding().status == "holds"
+    [fault] = [own for own in FAULTS if own.name == "keys share a scale by token"]
+    with planted(fault):
+        found = finding()
+    assert (found.status, found.avoid) == ("fails", "cache: {quantization: int4}")
+    assert found.value > 1

@@ -1,6 +1,6 @@
 import importlib.metadata
 import sys
-import types
+from typing import NamedTuple
 
 import pytest
 
@@ -9,12 +9,17 @@ from decodekit.core.errors import PluginError, RecipeError
 from decodekit.rules.top_k import TopK
 
 
+class FakeDistribution(NamedTuple):
+    name: str
+    version: str
+
+
 class FakeEntry:
     """What importlib.metadata gives for one line of a distribution's entry points."""
 
     def __init__(self, name: str, value: str, distribution: str, version: str = "1.0") -> None:
         self.name, self.value = name, value
-        self.dist = types.SimpleNamespace(name=distribution, version=version)
+        self.dist = FakeDistribution(distribution, version)
 
     def load(self):
         module, _, attribute = self.value.partition(":")

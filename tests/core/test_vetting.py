@@ -1,8 +1,10 @@
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from decodekit.constraints.json_schema import JsonSchema
 from decodekit.constraints.regex import Regex
@@ -55,6 +57,86 @@ def test_what_takes_too_much_is_refused_and_the_next_gets_a_new_worker(worker, m
     assert worker._process is None
     vetting.vet(Regex(pattern="a" * 20_000))
     assert worker._process is not None
+
+
+TAKING = """
+import json, os, resource
+from decodekit.core import vetting
+from decodekit.core.protocols import Constraint
+from decodekit.constraints.regex import Regex
+
+class Endless(Constraint):
+    kind: str = "endless"
+    takes: str
+    text: str = "x" * 20_000
+
+    def compile(self, vocabulary):
+        held = []
+        while True:
+            if self.takes == "memory":
+                held.append(bytearray(2**20))
+
+def used():
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime
+
+def measure(takes):
+    "CPU seconds of the worker for this constraint."
+    vetting.vet(Regex(pattern=takes + "a" * 20_000))
+    with open(f"/proc/{vetting._worker._process.pid}/stat") as file:
+        ticks = file.read().rpartition(")")[2].split()[11:13]
+    before = used() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    try:
+        vetting.vet(Endless(takes=takes))
+    except ValueError:
+        return used() - before
+
+if __name__ == "__main__":
+    Endless.__module__ = "taking"
+    seconds = [measure("time"), measure("memory")]
+    print(json.dumps([*seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))
+"""
+
+
+@linux
+def test_a_worker_is_ended_at_its_limits(tmp_path) -> None:
+    (tmp_path / "taking.py").write_text(TAKING)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "taking.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    in_time, in_memory, mebibytes = json.loads(done.stdout)
+    assert 1.9 < in_time < 2.4
+    assert in_memory < 2.4
+    if not torch.version.cuda:  # importing such a torch takes the memory
+        assert 300 < mebibytes <= 512
+
+
+@linux
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interrupt_leaves_no_answer_behind(worker, monkeypatch, place) -> None:
+    """As the worker starts, and as it compiles."""
+    honest, calls = vetting._Worker._answers, []
+
+    def interrupted(self, seconds):
+        calls.append(seconds)
+        if len(calls) == place + 1:
+            raise KeyboardInterrupt
+        return honest(self, seconds)
+
+    monkeypatch.setattr(vetting._Worker, "_answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        vetting.vet(Regex(pattern="a" * 20_000))
+    assert worker._process is None
+    vetting.vet(Regex(pattern="a" * 20_000))
+    assert len(calls) == place + 3
+    assert worker._process.poll() is None
 
 
 @linux

@@ -2,6 +2,7 @@ import random
 import statistics
 import threading
 import time
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -150,6 +151,17 @@ def test_what_cannot_run_is_refused_when_it_is_submitted() -> None:
     with pytest.raises(InputError, match="holds no block"):
         decodekit.Engine(target("dense"), tokenizer(), {}, budget=10)
     assert [name for name, _ in engine.results()] == ["a"]
+
+
+@pytest.mark.parametrize("recipe", [None, {"drafter": {"kind": "ngram"}}, {"rules": [{"kind": "top_k", "k": 3}]}])
+def test_what_never_fits_is_refused_in_10_ms(recipe) -> None:
+    engine, seconds = engine_of(blocks=8, slots=2), []
+    for _ in range(20):
+        started = time.process_time()
+        with pytest.raises(InputError, match="never fits"):
+            engine.submit([5] * 20, recipe=recipe, max_new_tokens=20)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.01
 
 
 @pytest.mark.parametrize("error", ["ValueError", "RowError"])
@@ -449,3 +461,22 @@ def test_a_call_from_within_a_step_is_an_error_and_a_cancel_waits_for_its_end(th
         thread.join()
     bad = engine.submit([5, 17], recipe=Recipe(rules=(Calls(what=engine.stats),)), max_new_tokens=3)
     assert "called from within one of its own steps" in bad.result().error
+
+
+def test_an_interrupt_as_a_turn_begins_gives_it_back(monkeypatch) -> None:
+    engine = engine_of()
+
+    @contextmanager
+    def interrupted():
+        yield
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_gate", interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    found = []
+    other = threading.Thread(target=lambda: found.append(engine.step()), daemon=True)
+    other.start()
+    other.join(30)
+    assert found == [False]

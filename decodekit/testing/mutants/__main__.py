@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from decodekit.testing.mutants import planted
 from decodekit.testing.mutants.faults import FAULTS
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--of", metavar="MODULE:CLASS", help="faults of this rule or token-level strategy")
     parser.add_argument("--list", action="store_true", help="name the faults, and run nothing")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds after which a fault counts as noticed: it hangs"
+        "--timeout", type=float, default=600.0, help="seconds after which a fault counts as noticed: it hung"
     )
     options = parser.parse_args(own)
     trials = _trials(options.of, pytest_arguments)
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if trials else 2
     missed = 0
     for trial in trials:
-        noticed = _noticed(trial, options.timeout)
-        missed += not noticed
-        print(f"{'noticed' if noticed else 'MISSED '}  {trial.name}", flush=True)
+        outcome = _outcome(trial, options.timeout)
+        missed += outcome == "MISSED"
+        print(f"{outcome:<7}  {trial.name}", flush=True)
     print(f"{len(trials) - missed} of {len(trials)} faults were noticed ({1 - missed / len(trials):.1%})")
     return 1 if missed else 0
 
@@ -69,7 +69,7 @@ def _trials(plugin: str | None, arguments: Sequence[str]) -> list[Trial]:
     return [Trial(f"{fault} ({plugin})", partial(spoiled, found, fault), arguments) for fault in faults_of(found)]
 
 
-def _noticed(trial: Trial, timeout: float) -> bool:
+def _outcome(trial: Trial, timeout: float) -> Literal["noticed", "hung", "MISSED"]:
     """Whether pytest fails with the fault in place, in a process of its own."""
     with trial.fault():
         pass  # a line that is no longer there is no fault that was noticed
@@ -82,11 +82,11 @@ def _noticed(trial: Trial, timeout: float) -> bool:
     if process.exitcode is None:
         process.kill()
         process.join()
-    code = process.exitcode or 0
+        return "hung"
     # 3 and above: pytest found a fault of its own, wrong arguments, or no tests.
-    if code > 2:
-        raise SystemExit(f"pytest could not run {' '.join(trial.arguments)} (exit code {code})")
-    return code != 0
+    if process.exitcode > 2:
+        raise SystemExit(f"pytest could not run {' '.join(trial.arguments)} (exit code {process.exitcode})")
+    return "noticed" if process.exitcode else "MISSED"
 
 
 def _run(fault: Any, arguments: list[str]) -> None:
