@@ -789,3 +789,12 @@ def test_dropout_that_is_active_is_refused_before_prefill(dense) -> None:
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head).train()
     with pytest.raises(Refused, match=r"lm_head.0.p = 0.5"):
         model.generate(ids, max_new_tokens=5, custom_generate=decoder)
+
+
+def test_a_recipes_length_beats_the_models_own_default(dense, monkeypatch) -> None:
+    monkeypatch.setattr(dense.generation_config, "max_new_tokens", 4)
+    prompt, options = torch.tensor([[5, 6, 7]]), {"eos_token_id": None}
+    longer = decodekit.load({"generation": {"max_new_tokens": 9}})
+    assert dense.generate(prompt, custom_generate=longer, **options).shape == (1, 12)
+    assert dense.generate(prompt, custom_generate=decodekit.load({}), **options).shape == (1, 7)
+    assert dense.generate(prompt, custom_generate=longer, max_new_tokens=6, **options).shape == (1, 9)
