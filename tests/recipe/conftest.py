@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
 from pydantic import BeforeValidator, Field, field_validator
@@ -137,6 +136,11 @@ class Ngram(Drafter):
     def start(self, session: Any) -> Any: ...
 
 
+class _Distribution(NamedTuple):
+    name: str
+    version: str
+
+
 class FakeEntryPoint:
     """What the registry reads of an entry point."""
 
@@ -144,7 +148,7 @@ class FakeEntryPoint:
 
     def __init__(self, group: str, name: str, plugin: Any, distribution: str = "decodekit") -> None:
         self.group, self.name, self._plugin = group, name, plugin
-        self.dist = SimpleNamespace(name=distribution, version="1.0")
+        self.dist = _Distribution(distribution, "1.0")
         self.value = f"{distribution}.plugins:{name}"
 
     def load(self) -> Any:
