@@ -27,7 +27,7 @@ def worker(monkeypatch):
 
 
 class Endless(Constraint):
-    """Takes time or memory without end; long enough to be looked at."""
+    """Takes time or memory without end, or nothing; long enough to be looked at."""
 
     kind: str = "endless"
     takes: str
@@ -35,9 +35,10 @@ class Endless(Constraint):
 
     def compile(self, vocabulary):
         held = []
-        while True:
+        while self.takes != "nothing":
             if self.takes == "memory":
                 held.append(bytearray(2**20))
+        raise UnsupportedConstraint("it takes nothing", ("size",))
 
 
 def test_ordinary_constraints_start_no_worker(worker) -> None:
@@ -62,7 +63,6 @@ def test_what_takes_too_much_is_refused_and_the_next_gets_a_new_worker(worker, m
 TAKING = """
 import json, os, resource
 from decodekit.core import vetting
-from decodekit.constraints.regex import Regex
 from tests.core.test_vetting import Endless
 
 def used():
@@ -71,7 +71,7 @@ def used():
 
 def measure(takes):
     "CPU seconds of the worker for this constraint."
-    vetting.vet(Regex(pattern=takes + "a" * 20_000))
+    vetting.vet(Endless(takes="nothing", text=takes * 20_000))  # imports what the measured one needs
     with open(f"/proc/{vetting._worker._process.pid}/stat") as file:
         ticks = file.read().rpartition(")")[2].split()[11:13]
     before = used() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
@@ -100,8 +100,8 @@ def test_a_worker_is_ended_at_its_limits(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     in_time, in_memory, mebibytes = json.loads(done.stdout)
-    assert 1.9 < in_time < 2.4
-    assert in_memory < 2.4
+    assert 1.9 < in_time < 2.9  # whole seconds, as limits of CPU time count, would let a third one pass
+    assert in_memory < 2.9
     if not torch.version.cuda:  # importing such a torch takes the memory
         assert 300 < mebibytes <= 512
 
