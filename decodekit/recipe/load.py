@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from decodekit.core import options, registry
-from decodekit.core.errors import RecipeError, dotted
+from decodekit.core.errors import PluginError, RecipeError, dotted
 from decodekit.core.protocols import Plugin
 from decodekit.recipe.combinations import check_combinations
 from decodekit.recipe.languages import language_faults
@@ -79,7 +79,8 @@ def _read(
     try:
         recipe = options.validate(Recipe, data := root.plain())
     except ValidationError as error:
-        return None, _located(root, options.faults(error, data)), root
+        found = [_told_where(fault, data) for fault in options.faults(error, data)]
+        return None, _located(root, found), root
     clashes = [options.Fault(clash.path, options.MISSING, clash.message) for clash in check_combinations(recipe)]
     return (None, _located(root, clashes), root) if clashes else (recipe, [], root)
 
@@ -194,6 +195,34 @@ def _absent(path: Path) -> str:
     close = [name for stem in stems for name in names if Path(name).stem == stem]
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"no such file{where}{hint}"
+
+
+def _told_where(fault: options.Fault, data: Mapping[str, Any]) -> options.Fault:
+    """An unknown name beside the sections that is one of their plugins, or an option of one given there: where it belongs."""
+    if fault.code != options.UNKNOWN or len(fault.loc) != 1 or not isinstance(name := fault.loc[0], str):
+        return fault
+    for section, group in _SECTIONS.items():
+        given = data.get(section)
+        for kind, known in map(partial(_options_of, group), given if isinstance(given, list) else [given]):
+            if name in known:
+                instead = f"{{kind: {kind}, {name}: ...}}"
+                break
+        else:
+            if name not in registry.kinds(group):
+                continue
+            instead = f"{{kind: {name}, ...}}"
+        own = f"[{instead}]" if section == "rules" else instead
+        return fault._replace(message=f"no option here: write {section}: {own} instead")
+    return fault
+
+
+def _options_of(group: str, spec: Any) -> tuple[Any, Collection[str]]:
+    """The kind of a plugin, and the options that it has."""
+    kind = spec.get("kind") if isinstance(spec, Mapping) else None
+    try:
+        return kind, options.names(registry.load(group, kind)) if isinstance(kind, str) else ()
+    except PluginError:
+        return kind, ()
 
 
 def _located(root: Node, faults: Sequence[options.Fault]) -> list[RecipeError]:

@@ -133,6 +133,19 @@ class TestFaults:
             ("strategy:\n  layers: low", "a.yaml:2:3: strategy: 'kind' should name one of beam, contrast"),
             ("strategy: {kind: 3}", "a.yaml:1:18: strategy.kind: 'kind' should name one of beam"),
             ("strategy: [dola]", "a.yaml:1:11: strategy: should be a kind or a mapping with 'kind', got ['dola']"),
+            (
+                "strategy: dola\nlayers: low",
+                "a.yaml:2:1: layers: no option here: write strategy: {kind: dola, layers: ...} instead",
+            ),
+            (
+                "rules: [{kind: bias}, {kind: top_p, p: 0.9}]\np: 0.8",
+                "a.yaml:2:1: p: no option here: write rules: [{kind: top_p, p: ...}] instead",
+            ),
+            (
+                "strategy: dolla\nlayers: low",
+                "a.yaml:1:11: strategy.kind: unknown strategy 'dolla': did you mean 'dola'?",
+            ),
+            ("dola: {layers: low}", "a.yaml:1:1: dola: no option here: write strategy: {kind: dola, ...} instead"),
             ("strategi: dola", "a.yaml:1:1: strategi: unknown option: did you mean 'strategy'?"),
             (f"rules: [{'top_p,' * 101}]", "a.yaml:1:8: rules: should have at most 100 items, got [{'kind': 'top_p'}"),
             (
