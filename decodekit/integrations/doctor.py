@@ -7,7 +7,6 @@ use with this model.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from decodekit.core.errors import Refused
 from decodekit.recipe import load_recipe
 from decodekit.runtime.branches import left_pad
 from decodekit.runtime.decoder import Decoder
-from decodekit.runtime.forward import RaggedForward, Stepper
+from decodekit.runtime.forward import RaggedForward, Stepper, inputs_of
 from decodekit.runtime.text import TextTracker
 
 TEXTS = (
@@ -283,8 +282,8 @@ def _batch(patient: Patient, model: Any) -> tuple[float, int]:
 
 def _accepted(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those that the model's forward has a name for."""
-    names = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in names}
+    named = inputs_of(model)
+    return {name: value for name, value in inputs.items() if name in named}
 
 
 Measure = Callable[[Patient], float]

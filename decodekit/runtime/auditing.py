@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.errors import Refused
 from decodekit.core.random import AUDIT_LANE, uniform
 from decodekit.core.types import Outputs
+from decodekit.runtime.forward import inputs_of
 from decodekit.runtime.sequence import SequenceState
 from decodekit.runtime.session import Session
 
@@ -103,8 +103,7 @@ class Auditor:
 
 def _uncached(model: Any, ids: Sequence[int]) -> Tensor:
     """[V] logits after these tokens."""
-    known = inspect.signature(model.forward).parameters
-    last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inputs_of(model) else {}
     logits: Tensor = model(torch.tensor([ids], device=model.device), use_cache=False, return_dict=True, **last).logits
     return logits[0, -1]
 

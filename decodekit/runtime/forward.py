@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -97,9 +97,8 @@ class RaggedForward:
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, *, hidden_states: bool = False) -> None:
         self._model, self._cache = model, cache
-        accepted = inspect.signature(model.forward).parameters
         # Models without positions or attention (Mamba) do not name what they would ignore.
-        self._accepted = {name for name in ("attention_mask", "position_ids", "logits_to_keep") if name in accepted}
+        self._accepted = {"attention_mask", "position_ids", "logits_to_keep"} & inputs_of(model)
         self._always: dict[str, Any] = {CACHE_KEY: cache, "use_cache": True, "return_dict": True}
         if hidden_states:
             self._always["output_hidden_states"] = True
@@ -196,3 +195,14 @@ class RaggedForward:
             self._cache.frame = None
             load_states(self._cache.layers, None)
         return outputs
+
+
+def inputs_of(model: nn.Module) -> set[str]:
+    """The inputs that a model names; of one that is not transformers' own and hands others on, also the inner model's."""
+    parameters = inspect.signature(model.forward).parameters
+    named = set(parameters)
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if hands_on and not type(model).__module__.startswith("transformers."):
+        within = (part for part in model.modules() if part is not model and isinstance(part, PreTrainedModel))
+        named |= inputs_of(inner) if (inner := next(within, None)) is not None else set()
+    return named

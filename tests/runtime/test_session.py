@@ -135,6 +135,27 @@ def test_a_model_from_elsewhere_that_counts_logits_from_the_end_is_packed_all_th
     assert packed
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_model_that_hands_its_inputs_on_unnamed_is_told_positions_and_pads(
+    padded, packed, monkeypatch, direct
+) -> None:
+    """As wrappers do that add adapters."""
+    model = tiny_model("sliding").double()
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "custom_generate": decodekit.load({})}
+    expected = model.generate(**padded(), **options)
+    monkeypatch.setattr("decodekit.runtime.places.triton_runs", lambda device: direct)
+    own = type(model)
+
+    def forward(self, input_ids=None, **kwargs):
+        return own.forward(self, input_ids=input_ids, **kwargs)
+
+    wrapped = type("Wrapped", (own,), {"forward": forward, "__module__": "somewhere"})
+    monkeypatch.setattr(model, "__class__", wrapped)
+    packed.clear()
+    assert torch.equal(model.generate(**padded(), **options), expected)
+    assert bool(packed) == direct
+
+
 def test_rows_that_a_model_cannot_pack_are_grouped_anew(padded, packed, monkeypatch) -> None:
     model = tiny_model("dense")
     expected = model.generate(**padded(), max_new_tokens=6, custom_generate=decodekit.load({}))
