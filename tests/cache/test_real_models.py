@@ -79,8 +79,8 @@ def segments(model, cache, ids, lengths, mask=None):
     ("rows", "lengths"),
     [
         pytest.param(1, [32] + [1] * 32, id="steps", marks=pytest.mark.slow),
-        pytest.param(3, [20, 25, 19], id="segments"),
-        pytest.param(1, [20, 25, 19], id="segments-1", marks=pytest.mark.slow),
+        pytest.param(3, [20, 25, 19], id="segments-3", marks=pytest.mark.slow),
+        pytest.param(1, [20, 25, 19], id="segments"),
         pytest.param(3, [32] + [1] * 32, id="steps-3", marks=pytest.mark.slow),
     ],
 )
@@ -175,7 +175,7 @@ def test_suspended_and_evicted_to_the_host(model, ids, expected):
 
 
 def test_greedy_tokens_of_generate(model, ids):
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     inputs = {"input_ids": ids[:, :24], "attention_mask": torch.ones((3, 24), dtype=torch.long)}
     found = model.generate(**inputs, **options, **{CACHE_KEY: loop_over(model).cache})
     assert torch.equal(found, model.generate(**inputs, **options))

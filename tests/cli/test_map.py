@@ -127,7 +127,7 @@ def killed_and_resumed(command, output, rng, most):
     return kills
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_with_exactly_the_missing_rows(kills, recipe, tiny_folder, tmp_path) -> None:
     source = write(tmp_path / "in.jsonl", [{"id": f"r{n}", "prompt": "ab" * (n % 7 + 1)} for n in range(120)])
     output = tmp_path / "out.jsonl"
