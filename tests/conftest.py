@@ -10,8 +10,10 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 from decodekit.integrations.models import load_model
 from decodekit.testing import tiny_model, tiny_tokenizer
 
-# One thread: the models are tiny, and threads that wait for each other cost more than they bring.
+# One thread, also in the processes that tests start: the models are tiny, and threads that wait for each other cost more than
+# they bring, beside other workers ten times as much.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The same examples every time, so that a run says the same of the same code; new ones: --hypothesis-profile=default.
 settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
