@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from decodekit.core.errors import InputError
+from decodekit.core.errors import InputError, UnsupportedConstraint
 from decodekit.core.options import RecipePath
 from decodekit.core.protocols import Constraint
 from decodekit.core.vocabulary import Vocabulary
 from decodekit.llg.engine import CompiledGrammar, is_empty
-from decodekit.schemas.compiler import SchemaGrammar, Whitespace
+from decodekit.schemas.compiler import SchemaGrammar, Whitespace, can_relax
 from decodekit.schemas.drafts import draft_of
 from decodekit.schemas.grammar import MAX_CHARACTERS, VALIDATORS, check_size, schema_grammar
 
@@ -94,14 +94,21 @@ class JsonSchema(Constraint):
             UnsupportedConstraint: a keyword cannot be enforced, and ``unsupported`` is ``error``.
             InputError: it is no schema, or one that no value fits.
         """
-        return schema_grammar(
-            self.document,
-            draft=self.draft_used,
-            whitespace=self.whitespace,
-            empty=is_empty,
-            assert_format=None if self.format is None else self.format == "assert",
-            relax=self.unsupported == "validate",
-        )
+        relax = self.unsupported == "validate"
+        try:
+            return schema_grammar(
+                self.document,
+                draft=self.draft_used,
+                whitespace=self.whitespace,
+                empty=is_empty,
+                assert_format=None if self.format is None else self.format == "assert",
+                relax=relax,
+            )
+        except UnsupportedConstraint as error:
+            if relax or not can_relax(error):
+                raise
+            hint = "unsupported: validate enforces the rest, and checks the finished text"
+            raise UnsupportedConstraint(f"{error}; {hint}", error.keywords) from error
 
     @property
     def draft_used(self) -> str:

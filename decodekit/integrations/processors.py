@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor
 
+from decodekit.core import registry
 from decodekit.core.constraint import CompiledConstraint, ConstraintState, legal_only, mask_words
 from decodekit.core.errors import InputError, Refused, RowError
 from decodekit.core.protocols import Constraint, Rule
@@ -19,23 +21,32 @@ from decodekit.core.vetting import vet
 from decodekit.core.vocabulary import Vocabulary
 
 
-def as_logits_processor(plugin: Rule | Constraint, tokenizer: Any, *, seed: int | None = None) -> LogitsProcessor:
+def as_logits_processor(
+    plugin: Rule | Constraint | Mapping[str, Any], tokenizer: Any, *, seed: int | None = None
+) -> LogitsProcessor:
     """A rule or a constraint as a ``LogitsProcessor`` for ``generate(logits_processor=[...])``.
 
     A processor is told neither where the prompt ends nor what is padding: the prompt is what the first call holds, pads are
     the leading pad ids of the tokenizer. Use a new one for each ``generate``. Put a constraint last.
 
     Args:
-        plugin: a constraint, or a rule without state of its own.
+        plugin: a constraint, or a rule without state of its own; or its options with ``kind``.
         tokenizer: for the plugin's texts and tokens, the pad and the EOS id.
         seed: of the rule's own draws; a fresh one by default.
 
     Raises:
         Refused: the rule keeps state, which beams would mix up here; use a Decoder.
         InputError: neither a rule nor a constraint, or no tokenizer.
+        PluginError, RecipeError: the options name no plugin, or are not its.
     """
+    if isinstance(plugin, Mapping):
+        group = "constraints" if plugin.get("kind") in registry.kinds("constraints") else "rules"
+        plugin = cast(Rule | Constraint, registry.create(group, plugin))
     if not isinstance(plugin, (Rule, Constraint)):
-        raise InputError(f"expected a decodekit rule or constraint, got {type(plugin).__name__}")
+        raise InputError(
+            f"expected a rule or a constraint, or its options such as {{'kind': 'min_p', 'p': 0.1}}, got "
+            f"{type(plugin).__name__}"
+        )
     if tokenizer is None:
         raise InputError(
             f"as_logits_processor({plugin.kind!r}, ...) needs the model's tokenizer, to tell pads and the EOS id"

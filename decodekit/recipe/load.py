@@ -96,6 +96,8 @@ class _Reader:
             return self.mapping({name: _unbuilt(getattr(source, name)) for name in source.model_fields_set}, "recipe")
         if isinstance(source, Mapping):
             return self.mapping(source, "recipe")
+        if not isinstance(source, str | os.PathLike):
+            raise RecipeError(f"should be a recipe file, a mapping or a Recipe, got {options.shown(source)}")
         if len(lines := os.fspath(source).splitlines()) > 1:
             raise RecipeError(
                 f"should be the path of a recipe file, got a text of {len(lines)} lines; give it as a mapping"

@@ -30,6 +30,15 @@ def too_long(length: int, context: int | None) -> str | None:
     return f"the prompt has {length} tokens, the model's context holds {context} with the output; shorten it"
 
 
+def unknown_id(ids: Sequence[int], model: Any) -> str | None:
+    """Why a prompt of these ids cannot be decoded: the first that the model has no embedding for."""
+    known = model.get_input_embeddings().weight.shape[0]
+    wrong = next((token for token in ids if not 0 <= token < known), None)
+    if wrong is None:
+        return None
+    return f"the prompt holds the id {wrong}; the model has ids 0 to {known - 1}: is the tokenizer the model's own?"
+
+
 def branches_of(
     strategy: TokenStrategy, sequence: SequenceState, context_of: Callable[[Branch], int | None]
 ) -> dict[str, Branch]:

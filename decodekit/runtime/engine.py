@@ -119,6 +119,10 @@ class Engine:
     ) -> None:
         if preemption not in ("recompute", "offload"):
             raise InputError(f"preemption is {preemption!r}; give recompute or offload")
+        if not hasattr(model, "generate"):
+            raise InputError(
+                f"expected a model that generates, got {model!r}; AutoModelForCausalLM.from_pretrained loads one"
+            )
         compat.check_model(model)
         rules = Rules(slots, tokens_per_step, policy, promise, patience)
         decoder = recipe if isinstance(recipe, Decoder) else Decoder(_recipe(recipe or {}))

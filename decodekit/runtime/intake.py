@@ -10,7 +10,7 @@ from typing import Any
 from decodekit.core.errors import InputError, Refused, nearest
 from decodekit.core.types import Request
 from decodekit.recipe import Generation, Recipe
-from decodekit.runtime.branches import too_long
+from decodekit.runtime.branches import too_long, unknown_id
 from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import logits_width
 from decodekit.runtime.constraining import Constraints
@@ -52,7 +52,7 @@ class Intake:
         recipe = with_options(recipe, options) if options else recipe
         ids, inputs = self._ids(prompt, raw=raw)
         context = context_length(self.model, recipe, None)
-        if (why := too_long(len(ids), context)) is not None:
+        if (why := unknown_id(ids, self.model) or too_long(len(ids), context)) is not None:
             raise InputError(why)
         if recipe.constraint is not None:
             inputs = {"constraint": recipe.constraint, **inputs}
@@ -100,9 +100,6 @@ class Intake:
         if not isinstance(own, str | Sequence):
             raise InputError(f"a prompt is a text, a list of chat messages or token ids, got {own!r}"[:300])
         if not isinstance(own, str) and own and all(type(token) is int for token in own):
-            vocabulary = self.model.get_input_embeddings().weight.shape[0]
-            if wrong := [token for token in own if not 0 <= token < vocabulary]:
-                raise InputError(f"the prompt holds the id {wrong[0]}; the model has ids 0 to {vocabulary - 1}")
             return [*own], inputs
         if self.tokenizer is None:
             raise InputError("a prompt of text needs a tokenizer; give Engine(model, tokenizer), or token ids")

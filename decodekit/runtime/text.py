@@ -35,9 +35,9 @@ def encode(tokenizer: Any, prompt: str | Sequence[Message], *, raw: bool = False
         if raw or not getattr(tokenizer, "chat_template", None):
             return list(tokenizer(prompt).input_ids)
         prompt = [{"role": "user", "content": prompt}]
-    messages = list(prompt)
+    messages = list(prompt) if isinstance(prompt, Sequence) else []
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        raise InputError(f"a chat prompt is a list of {{'role': ..., 'content': ...}}, got {prompt!r}"[:300])
+        raise InputError(f"a prompt is a text or a list of {{'role': ..., 'content': ...}}, got {prompt!r}"[:300])
     if raw or not getattr(tokenizer, "chat_template", None):
         raise InputError("chat messages need a tokenizer with a chat template, and no raw; give plain text instead")
     try:

@@ -17,7 +17,7 @@ from decodekit.core.errors import InputError, Refused, nearest
 from decodekit.core.trace import TraceWriter
 from decodekit.core.types import Output
 from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
-from decodekit.runtime.branches import left_pad, too_long
+from decodekit.runtime.branches import left_pad, too_long, unknown_id
 from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import Call, assemble
 from decodekit.runtime.choosing import StepRecord
@@ -97,7 +97,7 @@ class TextCall:
             try:
                 text, inputs = split_inputs(prompt)
                 ids = encode(self._tokenizer, text, raw=raw)
-                if (why := too_long(len(ids), context)) is not None:
+                if (why := unknown_id(ids, self._model) or too_long(len(ids), context)) is not None:
                     raise InputError(why)
             except InputError as error:
                 self._errors[index] = str(error)

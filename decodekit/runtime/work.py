@@ -14,7 +14,7 @@ from decodekit.core.protocols import SearchStrategy, TokenStrategy
 from decodekit.core.random import Stream, fresh_seed, prompt_digest
 from decodekit.core.types import Need, Request
 from decodekit.recipe import Recipe
-from decodekit.runtime.branches import too_long
+from decodekit.runtime.branches import too_long, unknown_id
 from decodekit.runtime.guard import guarded
 from decodekit.runtime.plan import Plan
 from decodekit.runtime.sequence import Limits, SequenceState
@@ -129,6 +129,8 @@ def understand(
         compat.expand(model, prepared, settings.copies)
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
     _check_tokenizer(settings, plan, given)
+    if (why := unknown_id(prepared.input_ids.unique().tolist(), model)) is not None:
+        raise InputError(why)
     sequences = _sequences(prepared, settings, given, prompts, seed, started, plan, context)
     if given.replay is not None:
         for sequence in sequences:

@@ -198,8 +198,7 @@ class SchemaGrammar(Grammar):
         return shape - frozenset(unknown)
 
     def _give_up(self, error: UnsupportedConstraint) -> None:
-        # A reference to nowhere could not be checked afterwards either.
-        if not self._relax or not error.keywords or "$ref" in error.keywords:
+        if not (self._relax and can_relax(error)):
             raise error
         self.relaxed += [keyword for keyword in error.keywords if keyword not in self.relaxed]
 
@@ -282,3 +281,8 @@ class SchemaGrammar(Grammar):
             )
         except UnsupportedConstraint:
             return False
+
+
+def can_relax(error: UnsupportedConstraint) -> bool:
+    """Whether a finished text can be checked for what masks cannot enforce: not for a reference to nowhere."""
+    return bool(error.keywords) and "$ref" not in error.keywords

@@ -6,7 +6,7 @@ import torch
 from transformers import LogitsProcessor
 
 import decodekit
-from decodekit import InputError, Refused, RowError, Rule
+from decodekit import InputError, PluginError, Refused, RowError, Rule
 from decodekit.constraints.json_schema import JsonSchema
 from decodekit.constraints.regex import Regex
 from decodekit.core import registry
@@ -90,10 +90,22 @@ class Stateful(Rule):
 def test_what_cannot_be_carried_is_refused(tokenizer) -> None:
     with pytest.raises(Refused, match="rule 'stateful' keeps state for each row"):
         decodekit.as_logits_processor(Stateful(), tokenizer)
-    with pytest.raises(InputError, match="expected a decodekit rule or constraint, got str"):
+    with pytest.raises(InputError, match="expected a rule or a constraint, or its options such as"):
         decodekit.as_logits_processor("top_p", tokenizer)
     with pytest.raises(InputError, match="needs the model's tokenizer"):
         decodekit.as_logits_processor(MinLength(n=1), None)
+
+
+def test_options_name_a_rule_or_a_constraint(dense, tokenizer) -> None:
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    given = [{"kind": "no_repeat_ngram", "n": 1}, {"kind": "regex", "pattern": "[a-d]{2}"}]
+    processors = [decodekit.as_logits_processor(own, tokenizer) for own in given]
+    output = dense.generate(torch.tensor([[5, 6]]), logits_processor=processors, **options)
+    text = tokenizer.decode(output[0, 2:], skip_special_tokens=True)
+    assert re.fullmatch("[a-d]{2}", text)
+    assert text[0] != text[1]
+    with pytest.raises(PluginError, match="unknown rule 'rejex'"):
+        decodekit.as_logits_processor({"kind": "rejex"}, tokenizer)
 
 
 PATTERN = "(the |[a-d]{2}){2,6}[xyz]"

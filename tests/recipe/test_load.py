@@ -99,6 +99,11 @@ class TestSources:
         assert again.to_dict() == recipe.to_dict()
 
 
+@pytest.mark.parametrize(("given", "shown"), [(None, "null"), (3, "3"), (["dola"], "['dola']")])
+def test_what_is_no_recipe_is_refused(given: Any, shown: str) -> None:
+    assert refusal(given) == f"recipe: should be a recipe file, a mapping or a Recipe, got {shown}"
+
+
 class TestFiles:
     def test_missing(self, write: Write) -> None:
         write(greedy="{}")

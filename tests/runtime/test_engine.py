@@ -142,6 +142,8 @@ def test_what_cannot_run_is_refused_when_it_is_submitted() -> None:
         engine.submit("  ")
     with pytest.raises(InputError, match="the prompt holds the id 500"):
         engine.submit([5, 500])
+    with pytest.raises(InputError, match="expected a model that generates, got 'gpt2'"):
+        decodekit.Engine("gpt2", tokenizer(), {})
     with pytest.raises(InputError, match="unknown option 'max_tokens'"):
         engine.submit([5], max_tokens=2)
     with pytest.raises(Refused, match="all requests share the engine's"):

@@ -89,8 +89,9 @@ def test_a_template_that_writes_bos_does_not_get_a_second_one(tokenizer) -> None
     [
         ("", "the prompt is empty"),
         (" \n", "the prompt is empty"),
-        ([], "a chat prompt is a list of"),
-        ([{"text": "x"}], "a chat prompt is a list of"),
+        ([], "a prompt is a text or a list of"),
+        ([{"text": "x"}], "a prompt is a text or a list of"),
+        (3, "a prompt is a text or a list of .* got 3"),
         ([{"role": "user", "content": "x"}], "chat messages need a tokenizer with a chat template"),
     ],
 )
