@@ -40,10 +40,10 @@ def prefilled(model, prompt, **options):
     return loop
 
 
-def go_on(loop, row):
-    """Logits of more tokens, one a step and then several."""
-    steps = [loop.step([row], [[token]]) for token in THEN[:5]]
-    return torch.cat([*steps, loop.extend([row], [THEN[5:]])], dim=1)
+def go_on(loop, *rows):
+    """Logits of more tokens, one a step and then several; the same ones for all rows."""
+    steps = [loop.step(rows, [[token]] * len(rows)) for token in THEN[:5]]
+    return torch.cat([*steps, loop.extend(rows, [THEN[5:]] * len(rows))], dim=1)
 
 
 @functools.cache

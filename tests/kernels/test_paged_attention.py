@@ -353,9 +353,10 @@ def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, 
         monkeypatch.setattr("decodekit.kernels.paged_attention.work.TILES", (16, 16))
     from decodekit.kernels.paged_attention import triton
 
-    # Shared whole splits, a row alone, and one that is not there.
-    now, ahead = [100, 103, 50, 0], 5
-    arguments, options = make([length + ahead for length in now], [1] * 4, shared=[([0, 1], 24)], dtype=torch.float32)
+    # Shared whole splits, a row alone, and one that is not there; all come to another block, the longer ones to another split.
+    now, ahead = [44, 46, 10, 0], 5
+    shape = {"heads": 2, "key_heads": 1, "shared": [([0, 1], 8)]}
+    arguments, options = make([length + ahead for length in now], [1] * 4, **shape, dtype=torch.float32)
     options["window"] = window
     query, keys, values, table, lengths, start = arguments
     on_device = [tensor.to(device) for tensor in (query, keys, values)]
@@ -366,12 +367,11 @@ def test_a_plan_for_the_steps_ahead_changes_no_bit_of_them(device, monkeypatch, 
     fixed = FixedWork(WorkShape.of(plan).roomy(table.shape[1] + 3, growth=1.5), 2, torch.device(device))
     assert fixed.shape.holds(WorkShape.of(plan))
     fixed.load(plan)
-    for _ in range(ahead + 1):
-        work = plan_work(table, lengths, start, **cut, device=device)
+    for grown in (1, ahead):
+        fixed.work.grown.fill_(grown)
+        work = plan_work(table, lengths + grown * (lengths > 0), start, **cut, device=device)
         expected = triton.paged_attention(*on_device, work, **options)
         assert torch.equal(triton.paged_attention(*on_device, fixed.work, **options), expected)
-        fixed.work.grown.add_(1)
-        lengths = lengths + (lengths > 0)
 
 
 @pytest.mark.parametrize("length", [1, 511, 512, 600, 1023, 1024, 8191, 8192, 16383, 16384, 32768, 200_000])

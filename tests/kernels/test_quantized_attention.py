@@ -54,19 +54,29 @@ def short_splits(monkeypatch):
     monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (32, 64))
 
 
+CASES = [
+    ({"shared": SHARED, "heads": 2, "key_heads": 1}, {}, BITS),
+    # Codes that do not fill their last byte, and a window that begins within a block.
+    (
+        {"heads": 6, "width": 7, "value_width": 5, "block_size": 8, "window": 13},
+        {"sinks": torch.randn(6)},
+        ("int4", "int2"),
+    ),
+    ({"heads": 4, "key_heads": 1, "width": 16, "value_width": 24, "block_size": 16}, {"softcap": 2.0}, ("int8", "fp8")),
+]
+
+
 @pytest.mark.usefixtures("short_splits", "unwritten")
-@pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize(
-    ("shape", "more"),
+    ("kind", "shape", "more"),
     [
-        ({"shared": SHARED}, {}),
-        # Codes that do not fill their last byte, and a window that begins within a block.
-        ({"heads": 6, "width": 7, "value_width": 5, "block_size": 8, "window": 13}, {"sinks": torch.randn(6)}),
-        ({"heads": 4, "key_heads": 1, "width": 16, "value_width": 24, "block_size": 16}, {"softcap": 2.0}),
+        pytest.param(kind, shape, more, marks=[] if kind in quick else pytest.mark.slow)
+        for shape, more, quick in CASES
+        for kind in BITS
     ],
 )
 def test_equals_dense_attention_over_the_numbers_of_the_store(device, kind, shape, more) -> None:
-    arguments, options = make([70, 41, 3, 0, 90], [1, 2, 3, 0, 20], dtype=torch.float32, **shape)
+    arguments, options = make([36, 33, 3, 0, 66], [1, 2, 3, 0, 24], dtype=torch.float32, **shape)
     store, exact = quantized(arguments, options["block_size"], kind, device, filling={int(arguments[3][4, 3])})
     expected = dense(*exact, **options, **more)
     output = by_kernel(store, arguments, options, device, **more)

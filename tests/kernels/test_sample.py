@@ -5,6 +5,19 @@ from decodekit.core.random import Stream, uniform
 from decodekit.kernels.sample import reference, sample
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """The kernel with tiles that a small vocabulary crosses; the interpreter adds up a tile element by element."""
+    from decodekit.kernels.sample import triton
+
+    def small(*, tokens, few, many):
+        for name, size in (("_TOKENS", tokens), ("_FEW", few), ("_MANY", many)):
+            monkeypatch.setattr(triton, name, size)
+        return triton
+
+    return small
+
+
 def draws(rows, seed=0):
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
@@ -61,11 +74,8 @@ def test_of_equal_logits_the_lowest_ids_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.float32), (37, torch.bfloat16), (300, torch.float32)])
-def test_kernel_draws_the_tokens_of_the_reference(device, monkeypatch, vocab_size, dtype) -> None:
-    from decodekit.kernels.sample import triton
-
-    for name, tokens in (("_TOKENS", 128), ("_FEW", 16), ("_MANY", 64)):
-        monkeypatch.setattr(triton, name, tokens)
+def test_kernel_draws_the_tokens_of_the_reference(device, small_tiles, vocab_size, dtype) -> None:
+    triton = small_tiles(tokens=128, few=16, many=64)
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(1)).mul(2).to(dtype)
     logits[:, 1::5] = -torch.inf
     chosen = (
@@ -81,9 +91,8 @@ def test_kernel_draws_the_tokens_of_the_reference(device, monkeypatch, vocab_siz
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1}])
-def test_log_probabilities_are_those_of_what_is_left(device, options) -> None:
-    from decodekit.kernels.sample import triton
-
+def test_log_probabilities_are_those_of_what_is_left(device, options, small_tiles) -> None:
+    triton = small_tiles(tokens=32, few=8, many=16)
     logits = torch.randn(6, 50) * 3
     given = [tensor.to(device) for tensor in (logits, *filters(6, **options), *draws(6))]
     for op in (reference.sample, triton.sample):
@@ -98,10 +107,8 @@ def test_log_probabilities_are_those_of_what_is_left(device, options) -> None:
             assert abs(float((kept[token] / kept.sum()).log()) - logprob) < 1e-5
 
 
-def test_rows_without_a_token_are_told_and_leave_the_others_alone(device, monkeypatch) -> None:
-    from decodekit.kernels.sample import triton
-
-    monkeypatch.setattr(triton, "_TOKENS", 16)
+def test_rows_without_a_token_are_told_and_leave_the_others_alone(device, small_tiles) -> None:
+    triton = small_tiles(tokens=16, few=8, many=16)
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(2))
     whole = reference.sample(logits, *filters(5, top_k=9, top_p=0.9), *draws(5)).tolist()
     logits[1, 30], logits[2], logits[3, 4] = torch.nan, -torch.inf, torch.inf
@@ -116,15 +123,23 @@ def test_rows_without_a_token_are_told_and_leave_the_others_alone(device, monkey
                 assert [tokens[0], tokens[4]] == [whole[0], whole[4]]
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.7}, {"top_k": 300, "top_p": 0.9, "min_p": 0.01}])
-@pytest.mark.parametrize("spread", [0.05, 2.0, 30.0])
-def test_flat_and_steep_rows_draw_the_tokens_of_the_reference(device, monkeypatch, spread, options) -> None:
-    from decodekit.kernels.sample import triton
+FILTERS = {"none": {}, "k": {"top_k": 12}, "p": {"top_p": 0.7}, "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01}}
+QUICK = {"k": (0.05, 2.0), "p": (0.05, 30.0), "all": (2.0, 30.0), "none": (2.0,)}
+"""Every filter where few tokens and where many lie at its end, in one tile and in several."""
 
-    for name, tokens in (("_TOKENS", 256), ("_FEW", 64), ("_MANY", 256)):
-        monkeypatch.setattr(triton, name, tokens)
-    logits = torch.randn(4, 1500, generator=torch.Generator().manual_seed(3)).mul(spread)
+
+@pytest.mark.parametrize(
+    ("spread", "name"),
+    [
+        pytest.param(spread, name, marks=[] if spread in QUICK[name] else pytest.mark.slow)
+        for spread in (0.05, 2.0, 30.0)
+        for name in FILTERS
+    ],
+)
+def test_flat_and_steep_rows_draw_the_tokens_of_the_reference(device, small_tiles, spread, name) -> None:
+    triton = small_tiles(tokens=32, few=16, many=32)
+    logits = torch.randn(4, 80, generator=torch.Generator().manual_seed(3)).mul(spread)
     logits[3] = logits[3].round()  # many ties
-    arguments = logits, *filters(4, temperature=0.8, **options), *draws(4, seed=5)
+    arguments = logits, *filters(4, temperature=0.8, **FILTERS[name]), *draws(4, seed=5)
     tokens = triton.sample(*(argument.to(device) for argument in arguments))
     assert tokens.tolist() == reference.sample(*arguments).tolist()

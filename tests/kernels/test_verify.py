@@ -63,23 +63,27 @@ def test_a_draft_from_the_target_itself_is_always_accepted(generator) -> None:
         assert verify(p, [drawn(p, uniforms(generator))], p[None], [0.999999])[0] == 0
 
 
-def sibling_round(p, q, count, generator, *, replacement=False):
-    """The token after one round in which ``count`` siblings were drawn."""
-    own, rows, tokens = q.clone(), [], []
+def sibling_rounds(p, q, count, generator, *, replacement=False):
+    """The tokens after rounds in which ``count`` siblings were drawn; all rounds are drawn at once, and verified one by one."""
+    own, rows, columns = q.expand(DRAWS, -1).clone(), [], []
     for _ in range(count):
-        rows.append(own / own.sum())
-        tokens.append(drawn(rows[-1], uniforms(generator)))
+        rows.append(own / own.sum(-1, keepdim=True))
+        columns.append(inverse_cdf(rows[-1], uniforms(generator, DRAWS)))
         if not replacement:
-            own = own.clone()
-            own[tokens[-1]] = 0
-    place, left = verify(p, tokens, torch.stack(rows), uniforms(generator, count).tolist())
-    return tokens[place] if place is not None else drawn(left, uniforms(generator))
+            own = own.scatter(1, columns[-1].unsqueeze(1), 0.0)
+    drafted, accepts = torch.stack(columns, dim=1).tolist(), uniforms(generator, DRAWS, count).tolist()
+    found = [verify(p, *each) for each in zip(drafted, torch.stack(rows, dim=1), accepts, strict=True)]
+    after = inverse_cdf(torch.stack([left for _, left in found]), uniforms(generator, DRAWS)).tolist()
+    places = [place for place, _ in found]
+    return [
+        token if place is None else siblings[place]
+        for place, siblings, token in zip(places, drafted, after, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("count", "replacement"), [(1, False), (3, False), (2, True)])
 def test_siblings_leave_the_target_distribution(count, replacement, generator) -> None:
-    tokens = [sibling_round(P, Q, count, generator, replacement=replacement) for _ in range(DRAWS)]
-    assert p_value(tokens, P) > 1e-3
+    assert p_value(sibling_rounds(P, Q, count, generator, replacement=replacement), P) > 1e-3
 
 
 def tokens_a_pass(rounds, generator, *, bonus=True):
