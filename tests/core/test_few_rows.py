@@ -19,7 +19,9 @@ def expected(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (5, 1), (2, 3), (5,), (), (2, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (2, 1), (1, 3), (5, 1), (2, 3), (5,), (), (2, 0), (11,), (3, 7), (16,), (5, 9)], ids=str
+)
 @pytest.mark.usefixtures("swapping")
 @torch.no_grad()
 def test_a_layer_gives_the_same_numbers(bias, shape) -> None:
@@ -33,7 +35,7 @@ def test_a_layer_gives_the_same_numbers(bias, shape) -> None:
 
 @pytest.mark.parametrize(
     ("threads", "rows", "swapped"),
-    [(1, 0, 0), (1, 1, 1), (1, 2, 1), (1, 5, 1), (1, 6, 0), (2, 6, 1), (2, 8, 1), (2, 9, 0)],
+    [(1, 0, 0), (1, 1, 1), (1, 2, 1), (1, 9, 1), (1, 10, 0), (2, 10, 1), (2, 33, 1), (2, 64, 1), (2, 65, 0)],
 )
 @pytest.mark.usefixtures("swapping")
 @torch.no_grad()
