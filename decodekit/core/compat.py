@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation import (
@@ -211,6 +211,8 @@ def check_model(model: PreTrainedModel) -> None:
 
 def _active_dropout(model: PreTrainedModel) -> str | None:
     """A module of a model that drops activations now, and its rate: of its own, or handed to a function of torch."""
+    if not _trains(model):
+        return None  # asked for every request: names cost more than all else
     for name, module in model.named_modules():
         if module.training:
             rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
@@ -219,6 +221,18 @@ def _active_dropout(model: PreTrainedModel) -> str | None:
                 if named and isinstance(rate, float | int) and not isinstance(rate, bool) and rate > 0:
                     return f"{name or type(model).__name__}.{attribute} = {rate}"
     return None
+
+
+def _trains(model: nn.Module) -> bool:
+    """Whether some module of a model is in training mode."""
+    pending: list[nn.Module | None] = [model]
+    while pending:
+        module = pending.pop()
+        if module is not None:
+            if module.training:
+                return True
+            pending += module._modules.values()
+    return False
 
 
 def text_config(model: PreTrainedModel) -> Any:
