@@ -52,7 +52,8 @@ $(OLDEST_SITE): $(INSTALLED)
 # Elsewhere: make matrix OLDEST_PYTHON=/path/to/python3.11 NEWEST_PYTHON=/path/to/python3.13
 OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
-OLDEST_PINS ?= torch==2.11.0 transformers==$(OLDEST) 'huggingface_hub<2' outlines==1.3.0
+# The interpreter of this torch's triton takes sizes from arrays in a way that NumPy 2.4 refuses.
+OLDEST_PINS ?= torch==2.11.0 transformers==$(OLDEST) 'huggingface_hub<2' outlines==1.3.0 'numpy<2.4'
 
 matrix: matrix-oldest matrix-newest
 
