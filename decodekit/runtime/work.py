@@ -129,7 +129,9 @@ def understand(
         compat.expand(model, prepared, settings.copies)
     seed = recipe.generation.seed if recipe.generation.seed is not None else fresh_seed()
     _check_tokenizer(settings, plan, given)
-    if (why := unknown_id(prepared.input_ids.unique().tolist(), model)) is not None:
+    # What stands for an image may be no id of the model's.
+    text_only = compat.text_config(model) is model.config
+    if text_only and (why := unknown_id(prepared.input_ids.unique().tolist(), model)) is not None:
         raise InputError(why)
     sequences = _sequences(prepared, settings, given, prompts, seed, started, plan, context)
     if given.replay is not None:

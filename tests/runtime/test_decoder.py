@@ -340,6 +340,11 @@ def test_every_draw_is_the_documented_function_of_its_place(dense) -> None:
                 break
 
 
+def test_an_id_that_the_model_does_not_have_is_told(dense) -> None:
+    with pytest.raises(InputError, match="the prompt holds the id 500; the model has ids 0 to 96: is the tokenizer"):
+        dense.generate(torch.tensor([[5, 500]]), custom_generate=GREEDY, max_new_tokens=2)
+
+
 def test_a_prompt_can_bring_its_own_seed(dense) -> None:
     ids = torch.tensor([[5, 17], [6, 18]])
     seeds = [{"seed": 1}, {"seed": 2}]
