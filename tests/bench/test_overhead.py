@@ -9,6 +9,10 @@ from decodekit.core.errors import InputError
 def test_overhead_compares_the_same_tokens(dense, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(overhead, "NEW_TOKENS", 6)
     monkeypatch.setattr(overhead, "ROUNDS", 2)
+    pairs = []
+    monkeypatch.setattr(
+        overhead, "paired", lambda *ways, **options: pairs.append(paired(*ways, **options)) or pairs[-1]
+    )
     rows = load_suite("overhead").run(dense, tokenizer, list(DEFAULT), lambda status: None)
     assert [(row["batch"], row["cache"]) for row in rows] == [
         (1, "dynamic"),
@@ -16,10 +20,11 @@ def test_overhead_compares_the_same_tokens(dense, tokenizer, monkeypatch) -> Non
         (8, "dynamic"),
         (8, "paged"),
     ]
-    for row in rows:
+    for row, pair in zip(rows, pairs, strict=True):
         assert row["identical_tokens"]
         assert row["ratio_q1"] <= row["ratio"] <= row["ratio_q3"]
-        assert row["new_tokens"] == 6
+        assert row["generate_ms_a_step"] == pytest.approx(1000 * pair.peer / 6)
+        assert row["decodekit_ms_a_step"] == pytest.approx(1000 * pair.ours / 6)
 
 
 def test_suites_are_found_with_what_they_measure() -> None:

@@ -131,10 +131,8 @@ def test_new_plugins_install_and_their_tests_pass(cli, tmp_path) -> None:
         check=False,
     )
     assert tests.returncode == 0, tests.stdout
-    named = [
-        ("utilities" if kind == "utility" else "strategies" if kind == "strategy" else f"{kind}s", name)
-        for kind, name in NEW.items()
-    ]
+    groups = ("rules", "strategies", "constraints", "drafters", "scorers", "utilities")
+    named = [*zip(groups, NEW.values(), strict=True)]
     code = f"from decodekit.core import registry; print(*(registry.load(*one).__name__ for one in {named}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert loaded.stdout.split() == ["Hush", "TwoWords", "Pin", "Echo", "Brief", "Overlap"]
