@@ -11,47 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from decodekit.cache.attention import Layout
 from decodekit.cache.blocks import Copy
+from decodekit.cache.fixed import FixedLayout, FixedStep
 from decodekit.cache.rows import Row
 from decodekit.cache.states import StateBatch, StateKey, collect, working_copy
 from decodekit.cache.states import load as load_states
-from decodekit.cache.storage import FullStore
-from decodekit.core.errors import InputError, Refused
-from decodekit.kernels import triton_runs
-from decodekit.kernels.paged_attention import KV, FixedWork, Part, Work, WorkShape, next_split, plan_work, why_torch
+from decodekit.core.errors import InputError
+from decodekit.kernels.paged_attention import Work, WorkShape, next_split, plan_work
 
 if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows that forwards are captured for; fewer are filled up with rows that have no tokens."""
 
-
-class FixedLayout(Layout):
-    """A layout whose plan is renewed in place."""
-
-    def __init__(self, work: Work, lengths: Tensor, block_size: int, window: int | None) -> None:
-        super().__init__(work.table, lengths, torch.empty(0), block_size, window)
-        self._work = work
-
-    def parts(self, query: Tensor, keys: KV, values: KV) -> Work | list[Part]:
-        """The plan.
-
-        Raises:
-            Refused: it was made for other heads, or for the kernel where that does not serve these tensors.
-        """
-        if (reason := why_torch(query, keys, values)) is not None:
-            raise Refused(f"{reason} need a plan of their own for every step")
-        if (group := query.shape[1] // keys.shape[1]) != self._work.group:
-            raise Refused(f"{group} query heads a K/V head in one layer and {self._work.group} in others")
-        self.path = "triton"
-        return self._work
-
-
-class Frame:
-    """The tensors of forwards of one token a row, R rows of one cache; attention takes it for its step.
+class Frame(FixedStep):
+    """The tensors of forwards of one token a row, R rows of one cache.
 
     Args:
         cache: their cache, which has room for all its blocks from the start.
@@ -61,20 +37,15 @@ class Frame:
     Attributes:
         tokens: [R] int64, to be forwarded.
         lengths: [R] int64, tokens that each row had before; -1 where there is no row.
-        shapes: the same.
         used: rows that the run has.
     """
 
     def __init__(self, cache: PagedCache, rows: int, shapes: Sequence[WorkShape]) -> None:
-        self._cache, self.rows, self.shapes = cache, rows, tuple(shapes)
-        device = cache.device
+        super().__init__(cache, shapes)
+        self.rows, self.used, device = rows, 0, cache.device
         with torch.inference_mode(False):
             self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
             self.lengths = torch.full((rows,), -1, dtype=torch.int64, device=device)
-            self._works = [FixedWork(shape, cache.heads_a_kv_head, device) for shape in shapes]
-        self._fixed, self.used = triton_runs(device), 0
-        self._slots: list[Tensor] = []
-        self._layouts: list[Layout] = []
         # Frames of so many rows share them: only one of them is in use.
         self._states: dict[StateKey, Tensor] = cache.frame_states.setdefault(rows, {})
 
@@ -98,10 +69,16 @@ class Frame:
         return StateBatch(self._states, self.rows).take(places) if self._states else None
 
     @property
+    @override
+    def input_ids(self) -> Tensor:
+        return self.tokens.unsqueeze(1)
+
+    @property
+    @override
     def position_ids(self) -> Tensor:
-        """[R, 1] int64."""
         return self.lengths.clamp(min=0).unsqueeze(1)
 
+    @override
     def begin(self) -> None:
         """A forward begins: find the slots of its tokens, give the recurrent layers their states."""
         load_states(self._cache.layers, self._states or None)
@@ -117,6 +94,7 @@ class Frame:
                 starts = torch.arange(self.rows + 1)
                 self._layouts.append(Layout(table.cpu(), self.lengths.cpu() + 1, starts, size, group.window))
 
+    @override
     def end(self) -> None:
         """A forward is over: every row has a token more."""
         for key, own in collect(self._cache.layers, self.rows).tensors.items():
@@ -126,27 +104,6 @@ class Frame:
         for fixed in self._works:
             assert fixed.work.grown is not None
             fixed.work.grown.add_(1)
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the K/V of the tokens, [R, H, 1, D]; attention reads the blocks itself."""
-        slots = self._slots[self._cache.group_of(layer)]
-        self._cache.store(layer).write(slots, keys.squeeze(2), values.squeeze(2))
-        return keys, values
-
-    def layout(self, layer_idx: int) -> Layout:
-        """Where the rows' tokens lie in this layer."""
-        return self._layouts[self._cache.group_of(layer_idx)]
-
-    def kv(self, layer_idx: int) -> tuple[KV, KV]:
-        """This layer's K/V by slot."""
-        store = self._cache.store(layer_idx)
-        assert isinstance(store, FullStore)
-        return store.keys, store.values
-
-    @property
-    def paths(self) -> set[str]:
-        """What attended to the blocks, see :attr:`Layout.path`."""
-        return {layout.path for layout in self._layouts if layout.path is not None}
 
 
 class Run:
@@ -227,13 +184,6 @@ def most_steps(lengths: Sequence[int]) -> int | None:
     """
     limits = [(split, length) for length in lengths if (split := next_split(length + 1)) is not None]
     return min((split - length - 1 for split, length in limits), default=None)
-
-
-def bucket(rows: int, device: torch.device) -> int:
-    """How many rows a forward has that is to serve so many."""
-    if not triton_runs(device):
-        return rows
-    return next((size for size in BUCKETS if size >= rows), rows)
 
 
 def _staged(values: list[int], like: Tensor) -> Tensor:

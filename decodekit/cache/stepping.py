@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import Cache
 
 from decodekit.cache.blocks import Copy
+from decodekit.cache.fixed import FixedStep
 from decodekit.cache.gather import Group
 from decodekit.cache.host import GroupHost, HostTier
 from decodekit.cache.layers import make_layers
 from decodekit.cache.preempt import Suspended
 from decodekit.cache.quantization import QuantizedStore
 from decodekit.cache.rows import Row, RowBook
-from decodekit.cache.runs import Frame, Run
+from decodekit.cache.runs import Run
 from decodekit.cache.states import Checkpoints, StateKey
 from decodekit.cache.steps import Step
 from decodekit.cache.storage import FullStore, KVStore
@@ -42,9 +43,9 @@ class SteppedCache(Cache):
         quantization: how full blocks are kept; ``None``: in full precision.
         paths: what attended to the blocks of the steps so far, see :attr:`Layout.path`.
         heads_a_kv_head: query heads that share a K/V head.
-        frame: whose forward is going on, of those that take many steps at once.
+        frame: whose forward is going on, of those that are captured.
         captured: graphs over its K/V by what tells them apart; whoever gives the cache up lets go of them.
-        lent: by what would tell a graph apart, steps that those of more rows took in its place.
+        lent: by what would tell a graph apart, steps that were taken without it.
         frame_states: rows of a frame to their states, which graphs write in place.
     """
 
@@ -121,7 +122,7 @@ class SteppedCache(Cache):
         self._suspended: WeakSet[Suspended] = WeakSet()
         self._step: Step | None = None
         self._run: Run | None = None
-        self.frame: Frame | None = None
+        self.frame: FixedStep | None = None
         self.captured: dict[Any, list[Any]] = {}
         self.lent = Counter[Any]()
         self.frame_states: dict[int, dict[StateKey, Tensor]] = {}

@@ -33,6 +33,7 @@ class Step:
 
     Attributes:
         rows: those that take part.
+        tokens: [R] new tokens of each row; ``None`` where nobody named them.
         lengths: [R] tokens each had before; where rows bring different numbers of tokens, less the pads of the row (so that
             it can be negative): a row's new tokens are the last of its q columns.
         counts: [R] new tokens of each row, q of the longest; ``None`` where nobody named them.
@@ -55,7 +56,7 @@ class Step:
         direct: bool = False,
         packed: bool = False,
     ) -> None:
-        self._cache, self._tokens = cache, tokens
+        self._cache, self.tokens = cache, tokens
         self.rows = list(rows)
         # A row with fewer tokens than the others is padded on the left: as if it had been that much shorter before.
         self.counts = [len(ids) for ids in tokens] if tokens is not None else None
@@ -65,6 +66,7 @@ class Step:
         self._before = [(row.length, row.state, row.final, len(row.tokens), len(row.past)) for row in rows]
         self.explicit, self.opened, self.direct, self.packed = tokens is not None, opened, direct, packed
         self.read: set[int] = set()
+        self._paths: set[str] = set()
         self._layouts: dict[int, Layout] = {}
         self.query_length = 0
         self.written: set[int] = set()
@@ -97,7 +99,7 @@ class Step:
     def position_ids(self) -> Tensor:
         """Of :attr:`shape`, int64: a row's tokens are numbered from 0, whatever its neighbours; in a stream, within it."""
         if self.packed:
-            return torch.cat(self._new()).unsqueeze(0).to(self._cache.device)
+            return torch.cat(self.places()).unsqueeze(0).to(self._cache.device)
         positions = (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(self.query_length)).clamp_(min=0)
         stream = self._cache.stream
         return (positions if stream is None else stream.positions(positions)).to(self._cache.device)
@@ -138,7 +140,18 @@ class Step:
     @property
     def paths(self) -> set[str]:
         """What attended to the blocks, see :attr:`Layout.path`."""
-        return {layout.path for layout in self._layouts.values() if layout.path is not None}
+        return self._paths | {layout.path for layout in self._layouts.values() if layout.path is not None}
+
+    def replayed(self, paths: set[str]) -> None:
+        """A captured forward has written and read all layers.
+
+        Args:
+            paths: what attended to the blocks, see :attr:`Layout.path`.
+        """
+        layers = {layer for group in self._cache.groups for layer in group.layers}
+        self.written |= layers
+        self.read |= layers
+        self._paths = paths
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +187,7 @@ class Step:
                 for table, count in zip(tables, counts, strict=True):
                     self._copies[-1].append(group.pool.append(table, count))
             if self.packed:
-                self.slots.append(group.new_slots(tables, self._new()))
+                self.slots.append(group.new_slots(tables, self.places()))
             else:
                 self.slots.append(group.slots(tables, self.lengths, query_length, counts))
             if self.direct:
@@ -182,7 +195,7 @@ class Step:
         self.query_length = query_length
         return [[copy for copied in per_row for copy in copied] for per_row in self._copies]
 
-    def _new(self) -> list[Tensor]:
+    def places(self) -> list[Tensor]:
         """The places of each row's new tokens in it."""
         return [
             torch.arange(length, length + count) for length, count in zip(self.lengths, self.counts or (), strict=True)
@@ -195,7 +208,7 @@ class Step:
     def finish(self, book: RowBook, layers: Sequence[object], *, recurrent: bool) -> None:
         """Make the step part of the rows' history."""
         states = collect(layers, len(self.rows)) if recurrent else None
-        tokens = self._tokens if self._tokens is not None else [[0] * self.query_length] * len(self.rows)
+        tokens = self.tokens if self.tokens is not None else [[0] * self.query_length] * len(self.rows)
         book.advance(self.rows, tokens, states)
 
     def undo(self, groups: Sequence[Group], layers: Sequence[object]) -> None:

@@ -184,11 +184,22 @@ class Batch:
         self._counts["step_s"] += time.perf_counter() - started
 
     def stats(self) -> dict[str, Any]:
-        """Counts so far, who waits and runs, the figures of each model's cache, and what graphs did for each lane."""
+        """Counts so far, who waits and runs, the figures of each model's cache, and what graphs did.
+
+        ``graphs`` for the runs of each lane, ``replays`` for the steps of each model that were not part of one.
+        """
         caches = {name: session.cache.stats() for name, session in zip(self._models, self.sessions, strict=True)}
         queue = {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
         graphs = [asdict(self._lanes.graphs(lane).stats) for lane in self._lanes.all]
-        return {**self._counts, **queue, "num_blocks": self._blocks, "caches": caches, "graphs": graphs}
+        replays = {name: asdict(own.replays.stats) for name, own in zip(self._models, self.sessions, strict=True)}
+        return {
+            **self._counts,
+            **queue,
+            "num_blocks": self._blocks,
+            "caches": caches,
+            "graphs": graphs,
+            "replays": replays,
+        }
 
     def close(self) -> None:
         """Give back what the lanes and sessions hold."""

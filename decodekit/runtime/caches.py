@@ -96,7 +96,7 @@ def paged_cache(
     blocks, keep_gathered = _blocks(model, spec, settings, prompts, plan)
     plain = spec.quantization is None and spec.window is None
     # Whoever gets the cache itself may keep it.
-    if on_gpu and plain and plan.is_plain and spec.budget is None and not settings.config.return_dict_in_generate:
+    if on_gpu and plain and spec.budget is None and not settings.config.return_dict_in_generate:
         return borrow(model, blocks, spec.block_size)
     return PagedCache(
         model.config,

@@ -21,19 +21,23 @@ class GraphStats:
 
     Attributes:
         steps: that came from graphs.
+        forwards: that came from graphs in steps which the host takes part in: drafts, searches, requests that come and go.
         forward_captures: forwards that were captured; those of earlier calls are used again.
         pick_captures: captures of score, rules and pick.
         pool_bytes: memory that the captures of this call took.
         short: runs that there were too few blocks for; a step of each was launched alone.
         eager: why steps are launched one by one; ``None`` where they are not.
+        alone: why also their forwards are launched operation by operation, where it was tried to capture them.
     """
 
     steps: int = 0
+    forwards: int = 0
     forward_captures: int = 0
     pick_captures: int = 0
     pool_bytes: int = 0
     short: int = 0
     eager: str | None = None
+    alone: str | None = None
 
 
 def captures(device: torch.device) -> bool:
@@ -92,6 +96,22 @@ def fingerprint(model: nn.Module) -> int:
         weights = [(_address(weight), weight.dtype) for weight in own._parameters.values() if weight is not None]
         parts.append((id(own), type(own), hooks, _others_forward(own), *weights))
     return hash(tuple(parts))
+
+
+class Hooks:
+    """Tells, fast enough for every step, whether hooks were added to a model since, or taken from it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places = [place for own in _modules(model) for place in (own._forward_hooks, own._forward_pre_hooks)]
+        self._places = [*places, *_GLOBAL]
+        self._known = self._now()
+
+    def changed(self) -> bool:
+        """Whether there are others than at first."""
+        return self._now() != self._known
+
+    def _now(self) -> list[int]:
+        return [handle for place in self._places for handle in place]
 
 
 def hooked(model: nn.Module) -> bool:

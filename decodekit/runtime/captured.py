@@ -1,29 +1,25 @@
-"""What a captured step is made of: the forward of some rows, then score, rules and pick, launched and read in turn."""
+"""Captured steps: the forward of some rows, then score, rules and pick, launched and read in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decodekit.cache.runs import Frame, Run, bucket
+from decodekit.cache.runs import Frame
 from decodekit.core.random import TOKEN_LANE
-from decodekit.core.types import BranchOutputs, Outputs, Rows
-from decodekit.kernels.paged_attention import WorkShape
-from decodekit.runtime.capture import GraphStats, capture, captures, fingerprint, from_elsewhere
+from decodekit.core.types import Outputs, Rows
+from decodekit.runtime.capture import captures
 from decodekit.runtime.constraining import constrain_blindly
-from decodekit.runtime.paged_session import PagedSession
+from decodekit.runtime.forwards import RunForward
 from decodekit.runtime.pipeline import Pipeline
 from decodekit.runtime.scoring import Scoring
 from decodekit.runtime.sequence import SequenceState
 
 STEPS = 256
 """Most steps of a run: what is planned at once."""
-
-_MOST_LENT = 4
-"""How many times as many rows a forward may have as another that would do for a run."""
 
 AHEAD = 2
 """Steps that are launched before the tokens of the first are read."""
@@ -32,7 +28,7 @@ AHEAD = 2
 class Device:
     """The GPU's side of a run: steps are launched, and read in the same order."""
 
-    def __init__(self, forwards: Sequence[Forward], pick: Pick) -> None:
+    def __init__(self, forwards: Sequence[RunForward], pick: Pick) -> None:
         self._forwards, self.pick = forwards, pick
         self.where = pick.read.device
         self._forwarded = self._picked = 0
@@ -197,107 +193,6 @@ class _Unknown(Sequence[Any]):
 
     def __len__(self) -> int:
         raise RuntimeError(_NOT_KNOWN)
-
-
-class Forward:
-    """A captured forward of some rows of a session's cache."""
-
-    def __init__(self, session: PagedSession, frame: Frame) -> None:
-        self.frame = frame
-        self._outputs: BranchOutputs | None = None
-        self._session = session
-        self._run: Run | None = None
-        self._graph: Any = None
-        self._lent_for: Hashable = None
-
-    @property
-    def outputs(self) -> BranchOutputs:
-        """Of all its rows, overwritten by every step."""
-        assert self._outputs is not None, "nothing was forwarded"
-        return self._outputs
-
-    def lend(self, key: Hashable) -> Forward:
-        """Take the next run's steps for rows so few that another forward, of this key, would do: they are counted."""
-        self._lent_for = key
-        return self
-
-    def load(self, run: Run) -> None:
-        """Begin the steps of a run."""
-        self._run = run
-        self.frame.load(run)
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """What a graph holds."""
-        self._outputs = self._session.framed(self.frame)
-
-    def capture(self, stats: GraphStats) -> None:
-        """Put it into a graph."""
-        self._graph = capture(self, stats)
-
-    def launch(self) -> None:
-        """Forward the tokens that the frame holds."""
-        assert self._run is not None, "no run was begun"
-        self._run.launched += 1
-        if self._lent_for is not None:
-            self._session.cache.lent[self._lent_for] += 1
-        if self._graph is None:
-            self()
-        else:
-            self._graph.replay()
-
-
-def forward_of(session: PagedSession, run: Run, most: int, stats: GraphStats, lent: int = 0) -> Forward:
-    """A forward that serves a run, captured where graphs are.
-
-    Args:
-        session: whose rows they are.
-        run: the run.
-        most: tokens that its longest row may get to have.
-        stats: is told of captures.
-        lent: steps that a forward of more rows takes before one is captured for so few.
-    """
-    cache, rows = session.cache, bucket(len(run.rows), session.cache.device)
-    # Where modules may change what they compute, every session has forwards of its own.
-    model = fingerprint(session.model), id(session) if from_elsewhere(session.model) else None
-    for stale in [other for other in cache.captured if other[0] != model]:
-        del cache.captured[stale]
-        cache.lent.clear()
-    key = model, session.layers, rows
-    shapes = [WorkShape.of(plan) for plan in run.plan(rows)]
-    if (forward := _serving(cache.captured.get(key, ()), shapes)) is not None:
-        return forward.lend(None)
-    if cache.lent[key] < lent:
-        for size in sorted(
-            size for *own, size in cache.captured if own == [*key[:-1]] and rows < size <= _MOST_LENT * rows
-        ):
-            needed = [WorkShape.of(plan) for plan in run.plan(size)]
-            if (forward := _serving(cache.captured[*key[:-1], size], needed)) is not None:
-                return forward.lend(key)
-    now = max(row.length for row in run.rows) + run.steps
-    most = max(now, most)
-    blocks = [-(-most // group.pool.block_size) for group in cache.groups]
-    growth = min(2.0, most / now)
-    roomy = [shape.roomy(count, growth) for shape, count in zip(shapes, blocks, strict=True)]
-    forward = Forward(session, Frame(cache, rows, roomy))
-    if captures(cache.device):
-        forward.load(run)
-        forward.capture(stats)
-        # Only a replay fills it: what lies there may be anything.
-        forward.outputs.blank()
-    stats.forward_captures += 1
-    # It serves whom those served that have less room.
-    kept = [own for own in cache.captured.get(key, ()) if not _holds(forward.frame.shapes, own.frame.shapes)]
-    cache.captured[key] = [*kept, forward]
-    return forward
-
-
-def _serving(forwards: Iterable[Forward], shapes: Sequence[WorkShape]) -> Forward | None:
-    return next((own for own in forwards if _holds(own.frame.shapes, shapes)), None)
-
-
-def _holds(roomy: Sequence[WorkShape], shapes: Sequence[WorkShape]) -> bool:
-    return all(mine.holds(its) for mine, its in zip(roomy, shapes, strict=True))
 
 
 def _signed(number: int, bits: int) -> int:

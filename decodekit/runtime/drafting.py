@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.drafts import DraftRow
 from decodekit.core.errors import InputError
 from decodekit.core.types import BranchOutputs, Rows
+from decodekit.runtime.capture import captures
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline
 
@@ -29,12 +31,17 @@ class CachedRunner:
 
     def __init__(self, model: Any, tokens: int, layers: Sequence[int]) -> None:
         self.model = model
-        blocks = -(-tokens // BLOCK_SIZE)
         cache = PagedCache(
-            model.config, num_blocks=blocks, block_size=BLOCK_SIZE, device=model.device, prefix_cache=False
+            model.config,
+            num_blocks=-(-tokens // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            device=model.device,
+            prefix_cache=False,
+            preallocate=captures(model.device),
         )
         self._session = PagedSession(model, cache, layers=tuple(layers), rollbacks=True)
         self._rows: set[int] = set()
+        self._optimized: ExitStack | None = None
 
     @torch.no_grad()
     def forward(
@@ -51,8 +58,10 @@ class CachedRunner:
             self._rows.update(fresh)
         if known:
             counts = [1 if last is None else last[row] for row in known]
-            with self._session.optimized():
-                stepped = self._session.step(known, [tokens[row] for row in known], counts)["main"]
+            if self._optimized is None:
+                self._optimized = ExitStack()
+                self._optimized.enter_context(self._session.optimized())
+            stepped = self._session.step(known, [tokens[row] for row in known], counts)["main"]
             outputs |= _by_row(stepped, known, counts)
         return outputs
 
@@ -74,6 +83,8 @@ class CachedRunner:
 
     def close(self) -> None:
         """Give all blocks back."""
+        if self._optimized is not None:
+            self._optimized.close()
         self._session.close()
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from decodekit.cache.attention import NAME, NAME_OF_FEW, NAME_WITHOUT_MASKS
+from decodekit.cache.fixed import FixedStep
 from decodekit.cache.paged import PagedCache
-from decodekit.cache.runs import Frame
 from decodekit.cache.states import load as load_states
 from decodekit.core.compat import CACHE_KEY, Prepared, attention, context_length, uses_sdpa
 from decodekit.core.errors import Refused
@@ -176,7 +176,7 @@ class RaggedForward:
         """Whether its model can leave its head out: transformers' own take the positions to project, which may be none."""
         return "logits_to_keep" in self._accepted and type(self._model).__module__.startswith("transformers.")
 
-    def framed(self, frame: Frame, *, head: bool = True) -> Any:
+    def framed(self, frame: FixedStep, *, head: bool = True) -> Any:
         """Forward the tokens of a frame, and count them: nothing of it waits for the device, so that a graph can hold it.
 
         Args:
@@ -184,12 +184,12 @@ class RaggedForward:
             head: give logits; without, the model is to be ``headless``.
         """
         frame.begin()
-        inputs = {"position_ids": frame.position_ids, "logits_to_keep": 1 if head else self._nowhere}
+        inputs = {"position_ids": frame.position_ids, "logits_to_keep": frame.last if head else self._nowhere}
         given = {name: value for name, value in inputs.items() if name in self._accepted}
         self._cache.frame = frame
         try:
             with attention(self._model, NAME_WITHOUT_MASKS):
-                outputs = self._model(input_ids=frame.tokens.unsqueeze(1), **given, **self._always, dk_cache=frame)
+                outputs = self._model(input_ids=frame.input_ids, **given, **self._always, dk_cache=frame)
             frame.end()
         finally:
             self._cache.frame = None

@@ -13,15 +13,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from decodekit.cache.allocator import OutOfBlocks
-from decodekit.cache.runs import Run, bucket, most_steps
+from decodekit.cache.fixed import bucket
+from decodekit.cache.runs import Run, most_steps
 from decodekit.core.constants import holding
 from decodekit.core.constraint import mask_words
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.capture import GraphStats, capture, hooked
-from decodekit.runtime.captured import AHEAD, STEPS, Device, Pick, forward_of
+from decodekit.runtime.captured import AHEAD, STEPS, Device, Pick
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.constraining import masks_of
+from decodekit.runtime.forwards import forward_of
 from decodekit.runtime.lane import Lane
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.sequence import SequenceState

@@ -133,6 +133,8 @@ class Loop:
             # What a draft of so many tokens costs is measured, so that prompts are forwarded apart.
             started = time.perf_counter()
             parts = [session.step(rows, tokens, last) if rows else {} for session in self.sessions]
+            if (device := self.sessions[0].model.device).type == "cuda":
+                torch.cuda.synchronize(device)
             seconds = time.perf_counter() - started
             through = [session.feed(fed, budget) if fed else set() for session in self.sessions]
         else:

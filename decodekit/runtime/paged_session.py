@@ -216,11 +216,12 @@ class PagedSession(PlacedSession):
             return {}
         again = self._next(keys, dict(zip(rows, tokens, strict=True)))
         wanted = dict(zip(rows, last, strict=True))
-        if all(len(ids) == 1 for ids in again.values()):
-            outputs = self._keep(self._run(list(again), list(again.values())), "main")
-        else:
-            lasts = {place: wanted[key.row] for place, key in zip(again, keys, strict=True)}
-            outputs = BranchOutputs.concatenate(self._forward_all(again, lasts, {}))
+        lasts = {place: wanted[key.row] for place, key in zip(again, keys, strict=True)}
+        if (outputs := self._replay(again, lasts)) is None:
+            if all(len(ids) == 1 for ids in again.values()):
+                outputs = self._keep(self._run(list(again), list(again.values())), "main")
+            else:
+                outputs = BranchOutputs.concatenate(self._forward_all(again, lasts, {}))
         return self._by_branch(keys, wanted, outputs)
 
     @override

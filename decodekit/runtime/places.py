@@ -16,8 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from decodekit.cache.attention import check_config
+from decodekit.cache.fixed import FixedStep
 from decodekit.cache.paged import PagedCache
-from decodekit.cache.runs import Frame
 from decodekit.core.errors import Refused
 from decodekit.core.heads import UnreadOutputs
 from decodekit.core.shared import PerModel
@@ -25,6 +25,7 @@ from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
 from decodekit.runtime.forward import FEW, RaggedForward
 from decodekit.runtime.fused import fused
+from decodekit.runtime.replays import Replays
 from decodekit.runtime.session import Ids, Session
 
 _PADS = (32, 1024)
@@ -52,6 +53,9 @@ class PlacedSession(Session):
         model: the model.
         cache: its cache.
         layers: hidden layers of the ``main`` branch to keep.
+
+    Attributes:
+        replays: its captured forwards of single steps.
     """
 
     def __init__(self, model: Any, cache: PagedCache, layers: tuple[int, ...]) -> None:
@@ -62,6 +66,7 @@ class PlacedSession(Session):
         self._spread = len({own.device for own in model.parameters()}) > 1
         # Rows that share blocks with others: gathering would copy these for each of them.
         self._sharing: set[int] = set()
+        self.replays = Replays(self)
 
     @property
     @override
@@ -81,7 +86,7 @@ class PlacedSession(Session):
     @override
     @contextmanager
     def optimized(self) -> Iterator[None]:
-        with super().optimized(), fused(self.model):
+        with super().optimized(), fused(self.model), self.replays.open():
             yield
 
     def why_no_run(self) -> str | None:
@@ -91,10 +96,10 @@ class PlacedSession(Session):
         reads = self._reads and triton_runs(self.model.device)
         return self._cache.why_no_run() if reads else "rows that are gathered"
 
-    def framed(self, frame: Frame) -> BranchOutputs:
+    def framed(self, frame: FixedStep) -> BranchOutputs:
         """The outputs of the tokens in a frame, of all branches."""
         if self._readout is None or not self._head_checked or not self._forward.headless:
-            return self._keep(self._forward.framed(frame), "main")
+            return self._keep(self._forward.framed(frame), "main", frame.last)
         raw = self._forward.framed(frame, head=False)
         hidden = {layer: raw.hidden_states[layer].flatten(0, 1) for layer in self.layers}
         return UnreadOutputs(raw.hidden_states[-1].flatten(0, 1), hidden, self._readout)
@@ -125,6 +130,23 @@ class PlacedSession(Session):
                 self._masks.causal = self._masks.causal or longest > 1
                 return outputs
         return self._forward(places, tokens, last=last)
+
+    def _replay(self, tokens: Mapping[int, Ids], last: Mapping[int, int]) -> BranchOutputs | None:
+        """The outputs at the ``last`` positions of these places, from a captured forward; ``None`` where none takes them."""
+        ready = self._packs() and (self._readout is None or self._head_checked)
+        if not ready or not (self._masks.causal or all(len(ids) == 1 for ids in tokens.values())):
+            return None
+        if (outputs := self.replays.step([*tokens], [*tokens.values()])) is None:
+            return None
+        # A copy: the next step overwrites them.
+        counts = [*map(len, tokens.values())]
+        return outputs.select(self._last(counts, [last[place] for place in tokens]))
+
+    def _last(self, counts: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """The places of the last ``wanted`` tokens of each row, among all of packed rows with so many."""
+        ends = itertools.accumulate(counts)
+        kept = [place for end, count in zip(ends, wanted, strict=True) for place in range(end - count, end)]
+        return torch.tensor(kept, dtype=torch.long, device=self.model.device)
 
     def _forward_all(
         self, tokens: Mapping[int, Ids], last: Mapping[int, int], hidden: Mapping[int, dict[int, Tensor]]
@@ -192,12 +214,7 @@ class PlacedSession(Session):
             outputs = self._keep(self._run(group, tokens, width), "main", width)
             self._check_head()
             return outputs, [place * max(counts) for place in places], [place * width for place in places]
-        ends = [*itertools.accumulate(counts)]
-        kept = torch.tensor(
-            [place for end, count in zip(ends, wanted, strict=True) for place in range(end - count, end)],
-            dtype=torch.long,
-            device=self.model.device,
-        )
+        kept = self._last(counts, wanted)
         try:
             raw = self._forward.packed(group, tokens, kept)
         except Refused:
@@ -205,7 +222,7 @@ class PlacedSession(Session):
             return None
         outputs = self._keep(raw, "main", kept=kept)
         self._check_head(kept)
-        return outputs, ends, [*itertools.accumulate(wanted)]
+        return outputs, [*itertools.accumulate(counts)], [*itertools.accumulate(wanted)]
 
     def _note(self, known: dict[int, Tensor], start: int, end: int) -> None:
         """Add the hidden states of some of the tokens of the last forward."""

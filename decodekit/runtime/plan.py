@@ -61,11 +61,6 @@ class Plan:
         return self.drafter is not None or (self.constrained and self.search is None)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every row gets a token a step, and all there is to it is which."""
-        return self.whole is self.strategy and self.drafter is None
-
-    @property
     def whole(self) -> TokenStrategy | SearchStrategy | SequenceStrategy:
         """The outermost strategy."""
         return self.search or self.sequence or self.strategy

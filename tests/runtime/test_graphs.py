@@ -1,7 +1,6 @@
 """Runs of steps give the tokens of single steps. On a CPU everything but the capture itself runs."""
 
 import dataclasses
-from types import SimpleNamespace
 from typing import ClassVar, Literal
 
 import pytest
@@ -11,8 +10,6 @@ import decodekit
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.runs import Frame
-from decodekit.cache.stepping import SteppedCache
-from decodekit.cache.storage import FullStore
 from decodekit.core.errors import RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
@@ -38,18 +35,8 @@ SAMPLED = {"do_sample": True, "seed": 3}
 
 
 @pytest.fixture
-def steps(monkeypatch):
-    """Lets caches here take runs, too, and counts the steps that came from them and how each run ended."""
-    on_gpu = SteppedCache.why_no_run
-
-    def why_no_run(self):
-        reason = on_gpu(self)
-        return None if reason == "a cache whose memory grows" else reason
-
-    monkeypatch.setattr(SteppedCache, "why_no_run", why_no_run)
-    monkeypatch.setattr(PagedSession, "why_no_run", lambda self: self.cache.why_no_run())
-    # Attention reads blocks itself only where that is faster; here always.
-    monkeypatch.setattr("decodekit.runtime.places.triton_runs", lambda device: True)
+def steps(monkeypatch, in_place):
+    """Counts the steps that came from them and how each run ended."""
     seen = {"steps": 0, "ends": [], "reasons": set(), "rows": set(), "stats": None}
     run, takes = Graphs.run, Graphs.takes
 
@@ -313,31 +300,9 @@ def test_stats_are_plain_data() -> None:
 
 
 @pytest.fixture
-def captured(monkeypatch):
-    """Forwards and picks are captured: called once before, as a capture does, then replayed."""
-
-    def capture(call, stats):
-        call()
-        return SimpleNamespace(replay=call)
-
-    monkeypatch.setattr("decodekit.runtime.captured.captures", lambda device: True)
-    for where in ("captured", "graphs"):
-        monkeypatch.setattr(f"decodekit.runtime.{where}.capture", capture)
-
-
-@pytest.fixture
-def fills(monkeypatch):
-    """K/V of rows that are not there are left out, as the kernel that writes them does."""
-    write = FullStore.write
-    monkeypatch.setattr(
-        FullStore, "write", lambda self, slots, *kv: write(self, slots[slots >= 0], *(own[slots >= 0] for own in kv))
-    )
-
-
-@pytest.fixture
 def pads(monkeypatch, fills):
     """Forwards have eight rows."""
-    for where in ("captured", "graphs"):
+    for where in ("forwards", "graphs"):
         monkeypatch.setattr(f"decodekit.runtime.{where}.bucket", lambda rows, device: 8)
 
 

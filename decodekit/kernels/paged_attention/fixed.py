@@ -38,6 +38,13 @@ class WorkShape(NamedTuple):
         more = (_round(int(count * growth)) for count in (self.members, self.num_parts))
         return WorkShape(self.rows, blocks, items, next(more), _round(self.merges), next(more))
 
+    def joined(self, other: WorkShape) -> WorkShape:
+        """Room for either, of as many rows."""
+        tiles = sorted({*dict(self.items), *dict(other.items)})
+        items = tuple((tile, max(dict(own.items).get(tile, 0) for own in (self, other))) for tile in tiles)
+        blocks, *more = (max(pair) for pair in zip((self.blocks, *self[3:]), (other.blocks, *other[3:]), strict=True))
+        return WorkShape(self.rows, blocks, items, *more)
+
     def holds(self, other: WorkShape) -> bool:
         """Whether there is room for the other."""
         room = dict(self.items)

@@ -1,0 +1,108 @@
+"""Single steps whose forward comes from a graph.
+
+Where the host decides from step to step what is forwarded (drafts, searches, requests that come and go), it plans each forward
+and waits for what it gives; but the operations of the forward, which take it longer to launch than the GPU to run, are launched
+as one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from decodekit.cache.fixed import BUCKETS, bucket
+from decodekit.cache.packed import PackedPlan
+from decodekit.core.types import BranchOutputs
+from decodekit.runtime.capture import GraphStats, Hooks, captures, hooked
+from decodekit.runtime.forwards import PackedForward, key_of, larger, packed_forward_of
+from decodekit.runtime.session import Ids
+
+if TYPE_CHECKING:
+    from decodekit.runtime.places import PlacedSession
+
+_LOG = logging.getLogger(__name__)
+
+WAIT = 3
+"""Steps of a size before it is captured, which takes as long as some ten of them."""
+
+
+class _NotCaptured(Exception):
+    """A forward could not be captured."""
+
+
+class Replays:
+    """Captured forwards of a session, for packed steps of few tokens.
+
+    A size is captured once some steps of it were launched operation by operation; until then one of up to four times as many
+    tokens serves, where there is one.
+
+    Args:
+        session: the session.
+
+    Attributes:
+        stats: what came from graphs.
+    """
+
+    def __init__(self, session: PlacedSession) -> None:
+        self._session = session
+        self._key: tuple[Hashable, ...] | None = None
+        self._hooks: Hooks | None = None
+        self.stats = GraphStats()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """A context in which the model's modules and weights stay what they are; only there forwards are captured."""
+        session = self._session
+        if captures(session.cache.device) and session.why_no_run() is None and self.stats.alone is None:
+            self._hooks = Hooks(session.model)
+            self._key = None if hooked(session.model) else (*key_of(session), "packed")
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def step(self, places: Sequence[int], tokens: Sequence[Ids]) -> BranchOutputs | None:
+        """Forward the next tokens of places that can be packed; ``None`` where no captured forward takes them.
+
+        Args:
+            places: [R] of the cache.
+            tokens: [R] their tokens, N in all.
+
+        Returns:
+            the outputs at all N; the next step overwrites them.
+        """
+        count = sum(map(len, tokens))
+        if self._key is None or count > BUCKETS[-1] or self._hooks is None or self._hooks.changed():
+            return None
+        cache = self._session.cache
+        if (size := self._size(self._key, count)) is None:
+            return None
+        try:
+            with cache.begin(places, tokens, direct=True, packed=True) as step:
+                forward = self._forward(PackedPlan(cache, step, size), (*self._key, size))
+                forward.launch()
+                step.replayed(forward.frame.paths)
+        except _NotCaptured as error:
+            self._key, self.stats.alone = None, str(error)
+            _LOG.warning("forwards are launched operation by operation: %s", error)
+            return None
+        self.stats.forwards += 1
+        return forward.outputs.span(0, count)
+
+    def _size(self, kind: tuple[Hashable, ...], tokens: int) -> int | None:
+        """Tokens of the forward that is to take a step of so many; ``None``: none does yet."""
+        cache = self._session.cache
+        key = *kind, (size := bucket(tokens, cache.device))
+        if key in cache.captured or cache.lent[key] >= WAIT:
+            return size
+        cache.lent[key] += 1
+        return next(larger(cache, key), None)
+
+    def _forward(self, plan: PackedPlan, key: tuple[Hashable, ...]) -> PackedForward:
+        try:
+            return packed_forward_of(self._session, plan, key, self.stats)
+        except Exception as error:
+            text = str(error)
+            raise _NotCaptured(text.splitlines()[0] if text else repr(error)) from error

@@ -1,0 +1,199 @@
+"""Single steps whose forward was captured give the tokens of those that are launched. On a CPU all but the capture itself runs."""
+
+import pytest
+import torch
+
+import decodekit
+from decodekit.cache.fixed import FixedStep
+from decodekit.kernels.paged_attention import WorkShape
+from decodekit.recipe import Generation, Recipe
+from decodekit.runtime.decoder import Decoder
+from decodekit.runtime.engine import Engine
+from decodekit.runtime.graphs import Graphs
+from decodekit.runtime.places import PlacedSession
+from decodekit.runtime.replays import Replays
+from decodekit.testing import tiny_model
+from tests.runtime.conftest import PROMPTS
+from tests.runtime.oracle import Oracle
+
+NEW = 24
+
+
+@pytest.fixture
+def replays(monkeypatch, in_place, captured, fills):
+    """Counts the steps that a captured forward took and their tokens; nothing comes from runs."""
+    monkeypatch.setattr(Graphs, "takes", lambda self, live: False)
+    seen = {"steps": 0, "tokens": set(), "sessions": []}
+    step = Replays.step
+
+    def counted(self, places, tokens):
+        outputs = step(self, places, tokens)
+        seen["steps"] += outputs is not None
+        if outputs is not None:
+            seen["tokens"].add(sum(map(len, tokens)))
+        if self not in seen["sessions"]:
+            seen["sessions"].append(self)
+        return outputs
+
+    monkeypatch.setattr(Replays, "step", counted)
+    return seen
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Forwards have as many tokens as on a GPU."""
+    for where in ("replays", "forwards"):
+        monkeypatch.setattr(
+            f"decodekit.runtime.{where}.bucket",
+            lambda tokens, device: next(size for size in (1, 2, 4, 8, 16, 32, 64) if size >= tokens),
+        )
+
+
+def decode(model, recipe, inputs, **options):
+    decoder = recipe if isinstance(recipe, Decoder) else decodekit.load(recipe)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, **options}
+    return model.generate(**inputs, custom_generate=decoder, **options)
+
+
+def launched(model, recipe, inputs, **options):
+    """The same, operation by operation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replays, "step", lambda self, places, tokens: None)
+        return decode(model, recipe, inputs, **options)
+
+
+def oracle(model, inputs, *, tree=False, generation=None):
+    """A drafter that knows what this model says."""
+    generation = Generation(**(generation or {}))
+    plain = launched(model, Decoder(Recipe(generation=generation)), inputs)
+    width = inputs["input_ids"].shape[1]
+    pads = (inputs["attention_mask"] == 0).sum(1).tolist()
+    prompts = [tuple(row[pad:width]) for row, pad in zip(inputs["input_ids"].tolist(), pads, strict=True)]
+    truth = {prompt: row[width:] for prompt, row in zip(prompts, plain.tolist(), strict=True)}
+    return plain, Decoder(Recipe(drafter=Oracle(truth=truth, schedule="constant", tree=tree), generation=generation))
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("family", ["dense", "sliding"])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("generation", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "sampled"])
+def test_drafts_are_verified_by_captured_forwards(replays, padded, family, tree, batch, generation) -> None:
+    model, inputs = tiny_model(family, dtype=torch.float64), padded(PROMPTS[:batch])
+    plain, decoder = oracle(model, inputs, tree=tree, generation=generation)
+    assert replays["steps"] == 0
+    assert torch.equal(decode(model, decoder, inputs), plain)
+    assert replays["steps"] >= 2
+    assert max(replays["tokens"]) > batch
+    [used] = [own for own in replays["sessions"] if own.stats.forwards]
+    assert used.stats.forwards == replays["steps"]
+    assert 1 <= used.stats.forward_captures <= 8
+    assert used.stats.alone is None
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"strategy": {"kind": "beam", "num_beams": 3}},
+        {"strategy": {"kind": "contrastive_search", "top_k": 3, "penalty_alpha": 0.5}},
+        {"strategy": {"kind": "best_of_n", "n": 3, "scorer": "logprob"}, "generation": {"do_sample": True, "seed": 1}},
+        {"strategy": {"kind": "cfg", "guidance_scale": 1.5}},
+        {"strategy": {"kind": "dola"}},
+    ],
+    ids=lambda recipe: recipe["strategy"]["kind"],
+)
+@pytest.mark.parametrize("family", ["dense", "sliding"])
+def test_other_strategies_take_their_steps_from_captured_forwards(replays, padded, family, recipe) -> None:
+    model, inputs = tiny_model(family, dtype=torch.float64), padded(PROMPTS[:3])
+    expected = launched(model, recipe, inputs)
+    assert torch.equal(decode(model, recipe, inputs), expected)
+    assert replays["steps"] >= 8
+
+
+def test_a_size_is_captured_once_it_was_asked_for_some_times(replays, dense, padded) -> None:
+    inputs = padded(PROMPTS[:3])
+    decode(dense, {"cache": "paged"}, inputs)
+    [own] = replays["sessions"]
+    # The first token comes from the prompts, three steps are launched.
+    assert (own.stats.forwards, own.stats.forward_captures) == (NEW - 4, 1)
+
+
+@pytest.mark.usefixtures("sizes")
+def test_a_larger_forward_serves_before_a_smaller_is_captured(replays, dense, tokenizer) -> None:
+    with Engine(dense, tokenizer, {"cache": "paged"}, slots=4, tokens_per_step=64) as engine:
+        requests = [engine.submit(ids, max_new_tokens=9, eos_token_id=None) for ids in PROMPTS[:3]]
+        together = [request.result().token_ids for request in requests]
+        alone = engine.submit(PROMPTS[0], max_new_tokens=3, eos_token_id=None).result().token_ids
+        assert {key[-1] for key in engine._batch.sessions[0].cache.captured} == {4}
+        assert engine.stats()["replays"]["main"]["forwards"] == replays["steps"]
+    assert alone == together[0][:3]
+    assert replays["tokens"] == {1, 3}
+
+
+@pytest.mark.usefixtures("sizes")
+def test_another_forward_is_captured_where_rows_have_grown_too_long(replays, dense, padded, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (8, 16))
+    inputs = padded([PROMPTS[2]])
+    recipe = {"cache": {"kind": "paged", "block_size": 4}}
+    expected = launched(dense, recipe, inputs, max_new_tokens=90)
+    assert torch.equal(decode(dense, recipe, inputs, max_new_tokens=90), expected)
+    [own] = replays["sessions"]
+    assert own.stats.forwards == 86
+    assert 2 <= own.stats.forward_captures <= 6
+
+
+def test_where_it_cannot_be_captured_steps_are_launched(replays, dense, padded, monkeypatch, caplog) -> None:
+    inputs = padded(PROMPTS[:3])
+    expected = launched(dense, {"cache": "paged"}, inputs)
+    framed = PlacedSession.framed
+
+    def refuse(self, frame: FixedStep):
+        framed(self, frame)
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(PlacedSession, "framed", refuse)
+    with caplog.at_level("WARNING", "decodekit.runtime.replays"):
+        assert torch.equal(decode(dense, {"cache": "paged"}, inputs), expected)
+    [own] = replays["sessions"]
+    assert (own.stats.forwards, own.stats.alone) == (0, "operation not permitted when stream is capturing")
+    assert len(caplog.records) == 1
+
+
+def test_hooks_are_called_at_every_step(replays, padded) -> None:
+    model, inputs, called = tiny_model("dense", dtype=torch.float64), padded(PROMPTS[:3]), []
+    decode(model, {"cache": "paged"}, inputs)
+    assert replays["steps"] == NEW - 4
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *given: called.append(1))
+    decode(model, {"cache": "paged"}, inputs)
+    handle.remove()
+    assert len(called) == NEW
+    assert replays["steps"] == NEW - 4
+
+
+def test_a_hook_that_comes_while_it_decodes_is_noticed(replays, dense, tokenizer) -> None:
+    model, called, pieces = tiny_model("dense", dtype=torch.float64), [], 0
+    decoder = decodekit.load({"cache": "paged"})
+    stream = decoder.stream(model, tokenizer, "ab", max_new_tokens=NEW, eos_token_id=None)
+    for pieces, _ in enumerate(stream, 1):
+        if pieces == 12:
+            assert replays["steps"] > 0
+            model.model.norm.register_forward_hook(lambda *given: called.append(1))
+    assert len(called) == NEW - 12 > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8"])
+def test_quantized_blocks_and_states_are_left_to_launched_steps(replays, padded, quantization) -> None:
+    inputs = padded(PROMPTS[:3])
+    decode(tiny_model("hybrid", dtype=torch.float64), {"cache": "paged"}, inputs)
+    decode(tiny_model("dense"), {"cache": {"kind": "paged", "quantization": quantization}}, inputs)
+    assert replays["steps"] == 0
+
+
+def test_room_for_two_shapes_holds_both() -> None:
+    one = WorkShape(4, 7, ((16, 3), (64, 2)), 5, 4, 9)
+    other = WorkShape(4, 6, ((64, 6),), 8, 1, 10)
+    both = one.joined(other)
+    assert both == WorkShape(4, 7, ((16, 3), (64, 6)), 8, 4, 10)
+    assert both.holds(one)
+    assert both.holds(other)
+    assert not one.holds(other)
