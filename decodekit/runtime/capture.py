@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -88,35 +88,57 @@ def _pool() -> Any:
     return _POOL[0]
 
 
-def fingerprint(model: nn.Module) -> int:
-    """Another number for weights at other places, other modules, hooks or forwards: what was made for a model holds no more."""
-    parts: list[Any] = [hook for hooks in _GLOBAL for hook in hooks]
-    for own in _modules(model):
-        hooks = (*own._forward_hooks, *own._forward_pre_hooks)  # handles' ids, which are never used twice
-        weights = [(_address(weight), weight.dtype) for weight in own._parameters.values() if weight is not None]
-        parts.append((id(own), type(own), hooks, _others_forward(own), *weights))
-    return hash(tuple(parts))
+class Look:
+    """What was found in a model, and what tells, fast enough for every step, whether it is still so.
 
+    It lies in the model, and so must not hold it: with a cycle, its memory would wait for the garbage collector.
 
-class Hooks:
-    """Tells, fast enough for every step, whether hooks were added to a model since, or taken from it."""
+    Attributes:
+        number: another one for weights at other places, other modules, hooks or forwards: what was made for a model holds no
+            more.
+        hooked: others run code in its forwards: hooks, or forwards that they put in place of a module's own.
+        from_elsewhere: modules are not torch's or transformers' (adapters): they may compute something else at any time.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        places = [place for own in _modules(model) for place in (own._forward_hooks, own._forward_pre_hooks)]
-        self._places = [*places, *_GLOBAL]
-        self._known = self._now()
+        modules = _modules(model)
+        self._below = modules[1:]
+        self._state = _state(modules)
+        self.number = hash((*map(id, modules), *map(tuple, self._state)))
+        self.hooked = any(map(is_hooked, modules))
+        self.from_elsewhere = not all(type(own).__module__.startswith(("torch.", "transformers.")) for own in modules)
 
-    def changed(self) -> bool:
-        """Whether there are others than at first."""
-        return self._now() != self._known
+    def holds(self, model: nn.Module) -> bool:
+        """Whether this model is as it was."""
+        return _state([model, *self._below]) == self._state
 
-    def _now(self) -> list[int]:
-        return [handle for place in self._places for handle in place]
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model is to be looked at anew
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+_NAME = "_decodekit_look"
+
+
+def look(model: nn.Module) -> Look:
+    """A model as it is now."""
+    own = vars(model)
+    found: Look | None = own.get(_NAME)
+    if found is None or not found.holds(model):
+        found = own[_NAME] = Look(model)
+    return found
+
+
+def fingerprint(model: nn.Module) -> int:
+    """:attr:`Look.number`."""
+    return look(model).number
 
 
 def hooked(model: nn.Module) -> bool:
-    """Whether others run code in its forwards: hooks, or forwards that they put in place of a module's own."""
-    return any(map(is_hooked, _modules(model)))
+    """:attr:`Look.hooked`."""
+    return look(model).hooked
 
 
 def is_hooked(own: nn.Module) -> bool:
@@ -125,25 +147,35 @@ def is_hooked(own: nn.Module) -> bool:
     return _others_forward(own) is not None or any(getattr(hook, "__module__", None) != _OUTPUTS for hook in hooks)
 
 
-def from_elsewhere(model: nn.Module) -> bool:
-    """Whether modules are not torch's or transformers' (adapters): they may compute something else at any time."""
-    return not all(type(own).__module__.startswith(("torch.", "transformers.")) for own in model.modules())
-
-
 _GLOBAL = (module._global_forward_hooks, module._global_forward_pre_hooks)
 _OUTPUTS = "transformers.utils.output_capturing"
 """Its hooks stay where they once kept a hidden state, and a graph holds what they do."""
 
 
-def _modules(model: nn.Module) -> Iterable[nn.Module]:
-    """All modules, without their names: at every step, ``modules()`` would take longer than all else here."""
+def _state(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
+    """Their classes, what they consist of, handles of their hooks (never used twice), and where others put a forward."""
+    weights = [weight for own in modules for weight in own._parameters.values() if weight is not None]
+    return (
+        [type(own) for own in modules],
+        [(*own._modules.values(),) for own in modules],
+        [_address(weight) for weight in weights],
+        [weight.dtype for weight in weights],
+        [hook for own in modules for hook in own._forward_hooks],
+        [hook for own in modules for hook in own._forward_pre_hooks],
+        [hook for hooks in _GLOBAL for hook in hooks],
+        [_others_forward(own) for own in modules],
+    )
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """All modules, itself first."""
     found, waiting = {model: None}, [model]
     while waiting:
         for child in waiting.pop()._modules.values():
             if child is not None and child not in found:
                 found[child] = None
                 waiting.append(child)
-    return found
+    return [*found]
 
 
 def _others_forward(own: nn.Module) -> int | None:

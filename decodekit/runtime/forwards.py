@@ -12,7 +12,7 @@ from decodekit.cache.packed import PackedFrame, PackedPlan
 from decodekit.cache.runs import Frame, Run
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels.paged_attention import WorkShape
-from decodekit.runtime.capture import GraphStats, capture, captures, fingerprint, from_elsewhere
+from decodekit.runtime.capture import GraphStats, capture, captures, look
 
 if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
@@ -154,7 +154,8 @@ def packed_forward_of(
 def key_of(session: PlacedSession) -> tuple[Hashable, ...]:
     """What tells forwards of a session's model and layers apart; those of models that are no more are let go of."""
     # Where modules may change what they compute, every session has forwards of its own.
-    model = fingerprint(session.model), id(session) if from_elsewhere(session.model) else None
+    found = look(session.model)
+    model = found.number, id(session) if found.from_elsewhere else None
     for stale in [other for other in session.cache.captured if other[0] != model]:
         del session.cache.captured[stale]
         session.cache.lent.clear()

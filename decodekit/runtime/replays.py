@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from decodekit.cache.fixed import BUCKETS, bucket
 from decodekit.cache.packed import PackedPlan
 from decodekit.core.types import BranchOutputs
-from decodekit.runtime.capture import GraphStats, Hooks, captures, hooked
+from decodekit.runtime.capture import GraphStats, captures, fingerprint, hooked
 from decodekit.runtime.forwards import PackedForward, key_of, larger, packed_forward_of
 from decodekit.runtime.session import Ids
 
@@ -48,15 +48,15 @@ class Replays:
     def __init__(self, session: PlacedSession) -> None:
         self._session = session
         self._key: tuple[Hashable, ...] | None = None
-        self._hooks: Hooks | None = None
+        self._model = 0
         self.stats = GraphStats()
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """A context in which the model's modules and weights stay what they are; only there forwards are captured."""
+        """A context in which the model runs at its fastest; only there forwards are captured."""
         session = self._session
         if captures(session.cache.device) and session.why_no_run() is None and self.stats.alone is None:
-            self._hooks = Hooks(session.model)
+            self._model = fingerprint(session.model)
             self._key = None if hooked(session.model) else (*key_of(session), "packed")
         try:
             yield
@@ -74,7 +74,7 @@ class Replays:
             the outputs at all N; the next step overwrites them.
         """
         count = sum(map(len, tokens))
-        if self._key is None or count > BUCKETS[-1] or self._hooks is None or self._hooks.changed():
+        if self._key is None or count > BUCKETS[-1] or fingerprint(self._session.model) != self._model:
             return None
         cache = self._session.cache
         if (size := self._size(self._key, count)) is None:
