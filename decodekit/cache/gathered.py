@@ -154,6 +154,12 @@ class GatheredCache(SteppedCache):
         Step(self, [], None).undo(self.groups, self.layers)
         self._book.on_idle()
 
+    def free(self) -> None:
+        """Forget all rows, and give the memory of K/V and graphs back; the next step takes it anew."""
+        self.reset()
+        self.forget_captured()
+        self._stores.clear()
+
     @property
     def is_initialized(self) -> bool:
         """Whether any K/V or states were stored."""

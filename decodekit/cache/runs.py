@@ -55,14 +55,18 @@ class Frame(FixedStep):
         pad = [-1] * (self.rows - self.used)
         self.lengths.copy_(_staged([*(row.length for row in run.rows), *pad], self.lengths))
         self.tokens.copy_(_staged([*run.tokens, *pad], self.tokens).clamp_(min=0))
-        for fixed, plan in zip(self._works, run.plan(self.rows), strict=True):
-            fixed.load(plan)
+        self.renew(run)
         run.frame = self
         for key, own in (working_copy([row.state for row in run.rows]) or {}).items():
             if key not in self._states:
                 with torch.inference_mode(False):
                     self._states[key] = own.new_zeros(self.rows, *own.shape[1:])
             self._states[key][: self.used] = own
+
+    def renew(self, run: Run) -> None:
+        """Go on with a run that was extended, whose plan fits."""
+        for fixed, plan in zip(self._works, run.plan(self.rows), strict=True):
+            fixed.load(plan)
 
     def states(self, places: Sequence[int]) -> StateBatch | None:
         """A copy of the states of some rows; ``None`` where there are none."""
@@ -113,10 +117,11 @@ class Run:
         cache: their cache.
         rows: [R] those that take part.
         tokens: [R] the first that each forwards.
-        steps: most steps.
+        steps: how many to plan at first.
 
     Attributes:
         frame: what it is loaded into.
+        steps: that there is room and a plan for.
         launched: forwards so far.
 
     Raises:
@@ -127,6 +132,8 @@ class Run:
         self._cache, self.rows, self.tokens, self.steps = cache, list(rows), list(tokens), steps
         self.frame: Frame | None = None
         self.launched = self._taken = 0
+        # Steps before those that the plan is for.
+        self._passed = 0
         self._copies: list[list[list[Copy]]] = []
         self._plans: dict[int, list[Work]] = {}
         try:
@@ -140,18 +147,30 @@ class Run:
             self.abort()
             raise
 
+    def extend(self, steps: int) -> None:
+        """Take room for more steps, and plan these instead of those before, which are launched already.
+
+        Raises:
+            OutOfBlocks: there is no room for them; what was launched can be finished.
+        """
+        for number, group in enumerate(self._cache.groups):
+            group.pool.append_together([row.tables[number] for row in self.rows], steps)  # no row shares its last block
+            self._cache.settle_copies(group, ())
+        self._passed, self.steps = self.steps, self.steps + steps
+        self._plans = {}
+
     def plan(self, rows: int) -> list[Work]:
-        """For each cache group the plan of all steps, on the host; ``rows`` counts those that are filled up with."""
+        """For each cache group the plan of the steps to come, on the host; ``rows`` counts those that are filled up with."""
         if rows in self._plans:
             return self._plans[rows]
         pads = rows - len(self.rows)
-        lengths = torch.tensor([*(row.length + 1 for row in self.rows), *[0] * pads])
+        lengths = torch.tensor([*(row.length + self._passed + 1 for row in self.rows), *[0] * pads])
         plans = self._plans[rows] = []
         for number, group in enumerate(self._cache.groups):
             table = group.block_table([row.tables[number] for row in self.rows])
             table = torch.cat([table, table.new_zeros(pads, table.shape[1])])
             options: dict[str, Any] = {"group": self._cache.heads_a_kv_head, "window": group.window}
-            options |= {"block_size": group.pool.block_size, "ahead": self.steps - 1, "device": "cpu"}
+            options |= {"block_size": group.pool.block_size, "ahead": self.steps - self._passed - 1, "device": "cpu"}
             plans.append(plan_work(table, lengths, torch.arange(rows + 1), **options))
         return plans
 

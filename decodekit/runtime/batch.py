@@ -32,7 +32,8 @@ from decodekit.runtime.work import Work
 _LOG = logging.getLogger(__name__)
 
 _STRETCH = 32
-"""Most steps that are begun at once: blocks for all their tokens are taken, which others might use meanwhile."""
+"""Most steps that are begun at once: blocks for all their tokens are taken, which others might use meanwhile. Whoever waits is
+tried again when they are over."""
 
 
 class _SharedLoop(Loop):
@@ -234,15 +235,14 @@ class Batch:
         [lane] = lanes
         # A row may begin a block with its first token, and copy the one that it shares.
         places = sum(len(session.branches(own.row)) for session in self.sessions for _, own in live)
-        most = min(_STRETCH, (self._spare // places - 1) * self._spec.block_size)
-        if most < 1:
+        at_once = min(_STRETCH, (self._spare // places - 1) * self._spec.block_size)
+        if at_once < 1:
             return None
         self._prepare()
         graphs = self._lanes.graphs(lane)
         if not graphs.takes(live):
             return None
-        # Whoever waits is tried again when they are over.
-        self._stretch = graphs.run(live, most)
+        self._stretch = graphs.run(live, at_once if self.scheduler.waiting else None, at_once)
         # Only what is captured needs the model at its fastest, and that is done before the first of them.
         with ExitStack() as stack:
             for session in self.sessions:

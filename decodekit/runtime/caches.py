@@ -195,6 +195,12 @@ def shared_cache(model: Any, spec: PagedSpec, blocks: int, *, prefix_cache: bool
     )
 
 
+def _free(device: torch.device) -> int:
+    """Bytes that can be had on a GPU, with what torch keeps of memory that was given back."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 def shared_blocks(models: Sequence[Any], spec: PagedSpec, budget: int | str | None, slots: int) -> int:
     """Blocks of each cache group that a budget holds beside the states of all slots, for all models together.
 
@@ -215,8 +221,8 @@ def shared_blocks(models: Sequence[Any], spec: PagedSpec, budget: int | str | No
         block += counted.kv_bytes_per_token * size + counted.scale_bytes_per_block
         states += counted.state_bytes_per_request + counted.conv_bytes_per_request
     if budget is None:
-        on_gpu = models[0].device.type == "cuda"
-        budget = int(0.8 * torch.cuda.mem_get_info(models[0].device)[0]) if on_gpu else _DEFAULT_BUDGET
+        device = models[0].device
+        budget = int(0.8 * _free(device)) if device.type == "cuda" else _DEFAULT_BUDGET
     given = parse_bytes(budget)
     available = given - states * slots
     if (block and available < block) or available < 0:

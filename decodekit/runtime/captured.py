@@ -19,7 +19,7 @@ from decodekit.runtime.scoring import Scoring
 from decodekit.runtime.sequence import SequenceState
 
 STEPS = 256
-"""Most steps of a run: what is planned at once."""
+"""Most steps that are planned at once."""
 
 AHEAD = 2
 """Steps that are launched before the tokens of the first are read."""
@@ -33,6 +33,19 @@ class Device:
         self.where = pick.read.device
         self._forwarded = self._picked = 0
         self._ring: list[tuple[Tensor, Any]] = []
+
+    @property
+    def lent(self) -> bool:
+        """Whether forwards of more rows serve, until others are captured."""
+        return any(forward.lent for forward in self._forwards)
+
+    def extend(self, steps: int) -> bool:
+        """Plan more steps, once the forwards of all before were begun; whether what is captured has room for them.
+
+        Raises:
+            OutOfBlocks: there are no blocks for them.
+        """
+        return all(forward.extend(steps) for forward in self._forwards)
 
     def launch(self, steps: int) -> None:
         """Begin steps until so many were begun in all."""

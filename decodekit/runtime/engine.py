@@ -233,6 +233,8 @@ class Engine:
                 if not request.done:
                     self._batch.cancel(request._job)
             self._batch.close()
+            for session in self._batch.sessions:
+                session.cache.free()
 
     def __enter__(self) -> Engine:
         return self

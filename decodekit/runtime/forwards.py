@@ -74,16 +74,34 @@ class RunForward(Forward):
         self._lent_for = key
         return self
 
+    @property
+    def lent(self) -> bool:
+        """Whether it takes the steps of fewer rows, for now."""
+        return self._lent_for is not None
+
     def load(self, run: Run) -> None:
         """Begin the steps of a run."""
         self._run = run
         self.frame.load(run)
 
+    def extend(self, steps: int) -> bool:
+        """Plan more steps of the run, of which all are launched; whether there is room for them here.
+
+        Raises:
+            OutOfBlocks: there are no blocks for them.
+        """
+        assert self._run is not None, "no run was begun"
+        self._run.extend(steps)
+        if not _holds(self.frame.shapes, [WorkShape.of(plan) for plan in self._run.plan(self.frame.rows)]):
+            return False
+        self.frame.renew(self._run)
+        return True
+
     def launch(self) -> None:
         """Forward the tokens that the frame holds."""
         assert self._run is not None, "no run was begun"
         self._run.launched += 1
-        if self._lent_for is not None:
+        if self.lent:
             self.session.cache.lent[self._lent_for] += 1
         super().launch()
 

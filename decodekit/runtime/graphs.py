@@ -78,27 +78,34 @@ class Graphs:
             return False
         return all(session.is_settled([own.row for _, own in live]) for session in self._sessions)
 
-    def run(self, live: Sequence[tuple[Task, SequenceState]], most: int = STEPS) -> Generator[StepRecord, None, bool]:
+    def run(
+        self, live: Sequence[tuple[Task, SequenceState]], most: int | None = None, at_once: int | None = None
+    ) -> Generator[StepRecord, None, bool]:
         """Take steps of these rows until they have all ended, or so many that fewer rows would do.
 
         Args:
             live: the rows.
-            most: steps.
+            most: steps; ``None``: any number.
+            at_once: most steps whose blocks are taken together, at first and each time that the run is extended; ``STEPS``
+                when left out.
 
         Returns:
             whether the rows go on here; otherwise their next step is one that graphs cannot take.
         """
         sequences = [sequence for _, sequence in live]
         before = [len(sequence.tokens) for sequence in sequences]
+        at_once = STEPS if at_once is None else at_once
         runs = list[Run]()
         try:
-            steps = min(most, self._steps(sequences))
+            total = self._left(sequences) if most is None else min(most, self._left(sequences))
+            steps = self._next(sequences, 0, min(at_once, total))
             for session in self._sessions:
                 runs.append(
                     session.begin_run([own.row for own in sequences], [own.tokens[-1] for own in sequences], steps)
                 )
             device = self._device(runs, sequences)
-            return (yield from self._read(live, device, steps))
+            # A forward of more rows than are needed serves only until it is asked for again.
+            return (yield from self._read(live, device, steps, steps if device.lent else total, at_once))
         except OutOfBlocks as error:
             self.stats.short += 1
             if self.stats.short == 1:
@@ -124,19 +131,36 @@ class Graphs:
                 for session, run in zip(self._sessions, runs, strict=False):
                     stack.callback(session.end_run, run, forwarded)
 
-    def _steps(self, sequences: Sequence[SequenceState]) -> int:
-        """How many steps the next run has: the longest row's, unless one of them may not go that far."""
+    @staticmethod
+    def _left(sequences: Sequence[SequenceState]) -> int:
+        """How many steps a run has: the longest row's, unless one of them may not go that far."""
         left = max(own.limits.max_new_tokens - len(own.tokens) for own in sequences)
         contexts = [
             own.limits.context - len(own.request.prompt_ids) - len(own.tokens)
             for own in sequences
             if own.limits.context is not None
         ]
-        limits = [STEPS, left, *contexts]
+        return max(1, min([left, *contexts]))
+
+    def _next(self, sequences: Sequence[SequenceState], planned: int, most: int) -> int:
+        """How many of the next steps have one plan, after so many that were planned."""
+        limits = [most]
         for session in self._sessions:
-            if (most := most_steps(session.lengths([own.row for own in sequences]))) is not None:
-                limits.append(most)
-        return max(1, min(limits))
+            lengths = [length + planned for length in session.lengths([own.row for own in sequences])]
+            if (together := most_steps(lengths)) is not None:
+                limits.append(together)
+        return min(limits)
+
+    def _extend(self, device: Device, live: Sequence[tuple[Task, SequenceState]], planned: int, most: int) -> int:
+        """Plan more steps while the last of those before are still to be taken; how many: 0 where the run is to end."""
+        sequences = [sequence for _, sequence in live]
+        if any(sequence.finish_reason is not None for sequence in sequences):
+            return 0
+        steps = self._next(sequences, planned, most)
+        try:
+            return steps if device.extend(steps) else 0
+        except OutOfBlocks:
+            return 0
 
     def _device(self, runs: Sequence[Run], sequences: Sequence[SequenceState]) -> Device:
         """What the GPU does for these runs, captured, and its tensors filled."""
@@ -190,13 +214,20 @@ class Graphs:
         return Device(forwards, pick)
 
     def _read(
-        self, live: Sequence[tuple[Task, SequenceState]], device: Device, steps: int
+        self, live: Sequence[tuple[Task, SequenceState]], device: Device, steps: int, total: int, at_once: int
     ) -> Generator[StepRecord, None, bool]:
         rows, constrained = len(live), any(own.constraint is not None for _, own in live)
         # States do not go back: nothing is launched that a row might not want.
         exact = any(session.keeps_states for session in self._sessions)
         ahead = 1 if exact else AHEAD
-        for number in range(steps):
+        for number in range(total):
+            if number + ahead > steps and steps < total:
+                # The device is busy with what was launched: it does not wait for the plan. Rows that are over are let go of
+                # when a run ends.
+                more = self._extend(device, live, steps, min(at_once, total - steps))
+                steps, total = steps + more, total if more else steps
+            if number == steps:
+                break
             failures = dict[int, str]()
             if constrained:
                 # What may come next is known once the last token is, and found out while that is forwarded.

@@ -66,7 +66,7 @@ class PlacedSession(Session):
         self._spread = len({own.device for own in model.parameters()}) > 1
         # Rows that share blocks with others: gathering would copy these for each of them.
         self._sharing: set[int] = set()
-        self.replays = Replays(self)
+        self.replays = Replays()
 
     @property
     @override
@@ -86,7 +86,7 @@ class PlacedSession(Session):
     @override
     @contextmanager
     def optimized(self) -> Iterator[None]:
-        with super().optimized(), fused(self.model), self.replays.open():
+        with super().optimized(), fused(self.model), self.replays.open(self):
             yield
 
     def why_no_run(self) -> str | None:
@@ -136,7 +136,7 @@ class PlacedSession(Session):
         ready = self._packs() and (self._readout is None or self._head_checked)
         if not ready or not (self._masks.causal or all(len(ids) == 1 for ids in tokens.values())):
             return None
-        if (outputs := self.replays.step([*tokens], [*tokens.values()])) is None:
+        if (outputs := self.replays.step(self, [*tokens], [*tokens.values()])) is None:
             return None
         # A copy: the next step overwrites them.
         counts = [*map(len, tokens.values())]

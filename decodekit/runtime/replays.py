@@ -20,6 +20,7 @@ from decodekit.runtime.forwards import PackedForward, key_of, larger, packed_for
 from decodekit.runtime.session import Ids
 
 if TYPE_CHECKING:
+    from decodekit.cache.paged import PagedCache
     from decodekit.runtime.places import PlacedSession
 
 _LOG = logging.getLogger(__name__)
@@ -38,23 +39,18 @@ class Replays:
     A size is captured once some steps of it were launched operation by operation; until then one of up to four times as many
     tokens serves, where there is one.
 
-    Args:
-        session: the session.
-
     Attributes:
         stats: what came from graphs.
     """
 
-    def __init__(self, session: PlacedSession) -> None:
-        self._session = session
+    def __init__(self) -> None:
         self._key: tuple[Hashable, ...] | None = None
         self._model = 0
         self.stats = GraphStats()
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """A context in which the model runs at its fastest; only there forwards are captured."""
-        session = self._session
+    def open(self, session: PlacedSession) -> Iterator[None]:
+        """A context in which the session's model runs at its fastest; only there forwards are captured."""
         if captures(session.cache.device) and session.why_no_run() is None and self.stats.alone is None:
             self._model = fingerprint(session.model)
             self._key = None if hooked(session.model) else (*key_of(session), "packed")
@@ -63,10 +59,11 @@ class Replays:
         finally:
             self._key = None
 
-    def step(self, places: Sequence[int], tokens: Sequence[Ids]) -> BranchOutputs | None:
+    def step(self, session: PlacedSession, places: Sequence[int], tokens: Sequence[Ids]) -> BranchOutputs | None:
         """Forward the next tokens of places that can be packed; ``None`` where no captured forward takes them.
 
         Args:
+            session: whose they are.
             places: [R] of the cache.
             tokens: [R] their tokens, N in all.
 
@@ -74,14 +71,14 @@ class Replays:
             the outputs at all N; the next step overwrites them.
         """
         count = sum(map(len, tokens))
-        if self._key is None or count > BUCKETS[-1] or fingerprint(self._session.model) != self._model:
+        if self._key is None or count > BUCKETS[-1] or fingerprint(session.model) != self._model:
             return None
-        cache = self._session.cache
-        if (size := self._size(self._key, count)) is None:
+        cache = session.cache
+        if (size := self._size(cache, self._key, count)) is None:
             return None
         try:
             with cache.begin(places, tokens, direct=True, packed=True) as step:
-                forward = self._forward(PackedPlan(cache, step, size), (*self._key, size))
+                forward = self._forward(session, PackedPlan(cache, step, size), (*self._key, size))
                 forward.launch()
                 step.replayed(forward.frame.paths)
         except _NotCaptured as error:
@@ -91,18 +88,18 @@ class Replays:
         self.stats.forwards += 1
         return forward.outputs.span(0, count)
 
-    def _size(self, kind: tuple[Hashable, ...], tokens: int) -> int | None:
+    @staticmethod
+    def _size(cache: PagedCache, kind: tuple[Hashable, ...], tokens: int) -> int | None:
         """Tokens of the forward that is to take a step of so many; ``None``: none does yet."""
-        cache = self._session.cache
         key = *kind, (size := bucket(tokens, cache.device))
         if key in cache.captured or cache.lent[key] >= WAIT:
             return size
         cache.lent[key] += 1
         return next(larger(cache, key), None)
 
-    def _forward(self, plan: PackedPlan, key: tuple[Hashable, ...]) -> PackedForward:
+    def _forward(self, session: PlacedSession, plan: PackedPlan, key: tuple[Hashable, ...]) -> PackedForward:
         try:
-            return packed_forward_of(self._session, plan, key, self.stats)
+            return packed_forward_of(session, plan, key, self.stats)
         except Exception as error:
             text = str(error)
             raise _NotCaptured(text.splitlines()[0] if text else repr(error)) from error

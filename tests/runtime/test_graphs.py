@@ -9,12 +9,13 @@ import torch
 import decodekit
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
-from decodekit.cache.runs import Frame
+from decodekit.cache.runs import Frame, Run
 from decodekit.core.errors import RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
 from decodekit.kernels.paged_attention import WorkShape
 from decodekit.runtime.capture import fingerprint, hooked
+from decodekit.runtime.captured import Device
 from decodekit.runtime.constraining import RowConstraint
 from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
@@ -161,11 +162,69 @@ def test_rows_end_on_their_own_and_fewer_go_on(steps, model) -> None:
     assert steps["steps"] > 5
 
 
-def test_a_run_ends_where_keys_are_cut_at_other_places(steps, dense, monkeypatch) -> None:
+@pytest.fixture
+def extended(monkeypatch):
+    """Steps by which runs are extended, and whether they could be."""
+    seen, extend = [], Device.extend
+
+    def noted(self, count):
+        seen.append((count, extend(self, count)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Device, "extend", noted)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["dense", "sliding", "hybrid"])
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize(
+    "recipe", [{}, {"rules": RULES, "generation": SAMPLED}, {"strategy": "dola"}], ids=["greedy", "rules", "dola"]
+)
+def test_a_run_is_extended_where_keys_are_cut_at_other_places(
+    steps, extended, monkeypatch, family, block_size, recipe
+) -> None:
     monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (8, 16))
+    model, recipe = (
+        tiny_model(family, dtype=torch.float64),
+        {"cache": {"kind": "paged", "block_size": block_size}, **recipe},
+    )
+    assert torch.equal(decode(model, recipe), one_by_one(model, recipe))
+    assert [steps["steps"], *steps["ends"]] == [23, True]
+    assert len(extended) > 1
+    assert all(fits for _, fits in extended)
+
+
+def test_a_run_is_extended_when_the_steps_that_are_planned_at_once_are_over(
+    steps, extended, dense, monkeypatch
+) -> None:
+    monkeypatch.setattr("decodekit.runtime.graphs.STEPS", 5)
     assert torch.equal(decode(dense, {}), one_by_one(dense, {}))
-    assert len(steps["ends"]) > 1
+    assert steps["ends"] == [True]
+    assert [count for count, _ in extended] == [5, 5, 5, 3]
+
+
+def test_a_run_ends_where_there_are_no_blocks_to_extend_it(steps, dense, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.graphs.STEPS", 5)
+    expected, calls = one_by_one(dense, {}), []
+
+    def extend(self, count):
+        calls.append(count)
+        raise OutOfBlocks(9, 2, 0, 8)
+
+    monkeypatch.setattr(Run, "extend", extend)
+    assert torch.equal(decode(dense, {}), expected)
+    assert steps["ends"] == [True] * 5
+    assert calls == [5, 5, 5, 3]
+    assert (steps["steps"], steps["stats"].short) == (23, 0)
+
+
+def test_a_run_ends_where_its_graph_has_no_room_for_what_is_planned_next(steps, extended, dense, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.graphs.STEPS", 5)
+    monkeypatch.setattr(WorkShape, "roomy", lambda self, blocks, growth=1.0: self)
+    prompts = PROMPTS.repeat(1, 3)
+    assert torch.equal(decode(dense, {}, prompts), one_by_one(dense, {}, prompts))
     assert steps["steps"] == 23
+    assert any(not fits for _, fits in extended)
 
 
 SCHEMA = {

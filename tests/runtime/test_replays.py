@@ -1,15 +1,20 @@
-"""Single steps whose forward was captured give the tokens of those that are launched. On a CPU all but the capture itself runs."""
+"""Single steps whose forward was captured give the tokens of those that are launched. A CPU runs all but the capture itself."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 
 import decodekit
 from decodekit.cache.fixed import FixedStep
+from decodekit.cache.paged import PagedCache
 from decodekit.kernels.paged_attention import WorkShape
 from decodekit.recipe import Generation, Recipe
 from decodekit.runtime.decoder import Decoder
 from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
+from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.places import PlacedSession
 from decodekit.runtime.replays import Replays
 from decodekit.testing import tiny_model
@@ -26,8 +31,8 @@ def replays(monkeypatch, in_place, captured, fills):
     seen = {"steps": 0, "tokens": set(), "sessions": []}
     step = Replays.step
 
-    def counted(self, places, tokens):
-        outputs = step(self, places, tokens)
+    def counted(self, session, places, tokens):
+        outputs = step(self, session, places, tokens)
         seen["steps"] += outputs is not None
         if outputs is not None:
             seen["tokens"].add(sum(map(len, tokens)))
@@ -58,7 +63,7 @@ def decode(model, recipe, inputs, **options):
 def launched(model, recipe, inputs, **options):
     """The same, operation by operation."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replays, "step", lambda self, places, tokens: None)
+        patch.setattr(Replays, "step", lambda self, session, places, tokens: None)
         return decode(model, recipe, inputs, **options)
 
 
@@ -197,3 +202,14 @@ def test_room_for_two_shapes_holds_both() -> None:
     assert both.holds(one)
     assert both.holds(other)
     assert not one.holds(other)
+
+
+def test_memory_of_a_session_does_not_wait_for_the_garbage_collector(dense) -> None:
+    session = PagedSession(dense, PagedCache(dense.config, num_blocks=4, block_size=16))
+    gone = weakref.ref(session)
+    gc.disable()
+    try:
+        del session
+        assert gone() is None
+    finally:
+        gc.enable()
