@@ -84,7 +84,7 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
     lane.tasks += tasks
     graphs = None if scoring else Graphs(sessions, lane, watched=_watched(work))
     # Graphs take a token a step, in a fraction of the time that the host takes to launch a forward of several.
-    if graphs is not None and graphs.stats.eager is not None:
+    if graphs is not None and (plan.drafter is not None or graphs.stats.eager is not None):
         # Whole blocks, and room for a draft of every row and its forks.
         longest = [len(own.request.prompt_ids) + max(0, own.limits.max_new_tokens) for own in sequences]
         tokens = sum(plan.rows * (own + 3 * plan.drafted + 4 * BLOCK_SIZE) for own in longest)
@@ -97,6 +97,8 @@ def assemble(model: Any, prepared: compat.Prepared, recipe: Recipe, given: Given
         for _, step in lane.pipeline.steps:
             if isinstance(step, CallersStep) and not scoring:
                 step.chooser = lane.chooser
+    if graphs is not None and lane.speculation is not None and not lane.speculation.lets_run:
+        graphs.stats.eager = graphs.stats.eager or "drafts"
     loop = Loop(sessions, [lane])
     loop.started = started
     loop.graphs = graphs

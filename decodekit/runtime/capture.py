@@ -103,7 +103,7 @@ class Look:
     def __init__(self, model: nn.Module) -> None:
         modules = _modules(model)
         self._below = modules[1:]
-        self._state = _state(modules)
+        self._state, self._hooks = _state(modules), _hooks(modules)
         self.number = hash((*map(id, modules), *map(tuple, self._state)))
         self.hooked = any(map(is_hooked, modules))
         self.from_elsewhere = not all(type(own).__module__.startswith(("torch.", "transformers.")) for own in modules)
@@ -111,6 +111,10 @@ class Look:
     def holds(self, model: nn.Module) -> bool:
         """Whether this model is as it was."""
         return _state([model, *self._below]) == self._state
+
+    def hooks_hold(self, model: nn.Module) -> bool:
+        """Whether it has the hooks that it had, which takes less to find out."""
+        return _hooks([model, *self._below]) == self._hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model is to be looked at anew
@@ -153,18 +157,22 @@ _OUTPUTS = "transformers.utils.output_capturing"
 
 
 def _state(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
-    """Their classes, what they consist of, handles of their hooks (never used twice), and where others put a forward."""
+    """Their classes, what they consist of, their hooks, and where others put a forward."""
     weights = [weight for own in modules for weight in own._parameters.values() if weight is not None]
     return (
         [type(own) for own in modules],
         [(*own._modules.values(),) for own in modules],
         [_address(weight) for weight in weights],
         [weight.dtype for weight in weights],
-        [hook for own in modules for hook in own._forward_hooks],
-        [hook for own in modules for hook in own._forward_pre_hooks],
-        [hook for hooks in _GLOBAL for hook in hooks],
+        _hooks(modules),
         [_others_forward(own) for own in modules],
     )
+
+
+def _hooks(modules: Sequence[nn.Module]) -> list[int]:
+    """The handles of their hooks, which are never used twice, and of those of all modules."""
+    places = [place for own in modules for place in (own._forward_hooks, own._forward_pre_hooks) if place]
+    return [hook for place in (*places, *_GLOBAL) for hook in place]
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

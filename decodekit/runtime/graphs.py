@@ -55,8 +55,6 @@ class Graphs:
             _LOG.info(_EAGER, self.stats.eager)
 
     def _why_not(self, sessions: Sequence[Session], lane: Lane) -> str | None:
-        if lane.plan.drafter is not None:
-            return "drafts"
         if lane.auditor is not None:
             return "an audit"
         if len(self._sessions) < len(sessions):

@@ -226,12 +226,16 @@ class Turn:
             lane.auditor.check([walk.sequence for walk in walks], at)
         return lane.chooser.pick(walks, at, scores)
 
-    def settle(self) -> Settled:
-        """What was drafted and not accepted."""
+    def settle(self, whole: float) -> Settled:
+        """What was drafted and not accepted.
+
+        Args:
+            whole: seconds that the step took.
+        """
         if self.lane.speculation is None or not self.stepping:
             return Settled()
         own = self._walks[: len(self.stepping)]
-        return self.lane.speculation.settle(own, self.fan, self.outputs["main"], self.seconds)
+        return self.lane.speculation.settle(own, self.fan, self.outputs["main"], self.seconds, whole)
 
 
 def _by_task(walks: Sequence[Walk]) -> list[list[Walk]]:

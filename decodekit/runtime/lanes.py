@@ -63,7 +63,7 @@ class Lanes:
         known = next((own for own in self._known if own.kind == kind and own.steps == names), None)
         if known is None:
             lane = make_lane(model, work, self._sessions, self._new_row, steps=steps, confines=Exception)
-            graphs = Graphs(self._sessions, lane, lent=_LENT)
+            graphs = self._graphs(lane)
             if graphs.stats.eager is not None:
                 speculate(lane, model, work.given, self._sessions, self._tokens)
             known = _Known(kind, names, lane, graphs)
@@ -84,7 +84,11 @@ class Lanes:
     def renew_graphs(self) -> None:
         """There are other sessions than before."""
         for known in self._known:
-            known.graphs = Graphs(self._sessions, known.lane, lent=_LENT)
+            known.graphs = self._graphs(known.lane)
+
+    def _graphs(self, lane: Lane) -> Graphs:
+        # Drafts of one request come while another has none.
+        return Graphs(self._sessions, lane, watched="drafts" if lane.plan.drafter is not None else None, lent=_LENT)
 
     def leave(self, lane: Lane, rows: Sequence[int]) -> None:
         """A request is over, with these rows of its prompts."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import torch
 
+from decodekit.runtime.captured import AHEAD
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.constraining import leaves_a_core
 from decodekit.runtime.graphs import Graphs
@@ -42,6 +43,8 @@ class Loop:
         # Rows that the sessions know of, and those of them whose prompts are through.
         self.known: set[int] = set()
         self.held: set[int] = set()
+        # When the next step was decided on, where that was before it.
+        self._since: float | None = None
 
     @property
     def live(self) -> list[Live]:
@@ -60,7 +63,7 @@ class Loop:
             while live := self.live:
                 if self.graphs is not None and self.prefilled is not None and self.graphs.takes(live):
                     self.rearrange()
-                    if (yield from self.graphs.run(live)) or not self.live:
+                    if (yield from self._run(self.graphs, live)) or not self.live:
                         continue
                 records = self.step()
                 if self.prefilled is None:
@@ -68,6 +71,35 @@ class Loop:
                     for session in self.sessions:
                         stack.enter_context(session.optimized())
                 yield from records
+
+    def _run(self, graphs: Graphs, live: Sequence[Live]) -> Generator[StepRecord, None, bool]:
+        """Steps of these rows from graphs, until a draft is found that pays; whether they go on so."""
+        [lane] = self.lanes
+        if (speculation := lane.speculation) is None:
+            return (yield from graphs.run(live))
+        sequences = [sequence for _, sequence in live]
+        self._since = self._since or time.perf_counter()
+        if speculation.finds(sequences):
+            return False
+        self._since = None
+        run, taken = graphs.run(live), 0
+        with closing(run):
+            while True:
+                started = time.perf_counter()
+                try:
+                    record = next(run)
+                except StopIteration as over:
+                    return bool(over.value)
+                taken += 1
+                # The first ones wait for what is begun with a run.
+                speculation.ran(sequences, time.perf_counter() - started if taken > AHEAD else None)
+                yield record
+                if any(sequence.finish_reason is not None for sequence in sequences):
+                    return True
+                self._since = time.perf_counter()
+                if speculation.finds(sequences):
+                    return True
+                self._since = None
 
     def close(self) -> None:
         """Give back what the rows hold."""
@@ -85,6 +117,7 @@ class Loop:
             budget: most tokens of prompts to forward; ``None`` for all.
             room: a lane and a sequence of it to most tokens of its draft, besides its own limit.
         """
+        started, self._since = self._since or time.perf_counter(), None
         self.rearrange()
         turns = [Turn(lane, self.held) for lane in self.lanes]
         for turn in turns:
@@ -99,7 +132,7 @@ class Loop:
         self._forward(turns, budget)
         self.forwards += 1
         records = [record for turn in turns for record in self.choose(turn)]
-        self._settle(turns)
+        self._settle(turns, time.perf_counter() - started)
         return records
 
     def choose(self, turn: Turn) -> list[StepRecord]:
@@ -169,13 +202,13 @@ class Loop:
             parts["main"] = parts["main"].only(lane.layers)
         return parts
 
-    def _settle(self, turns: Sequence[Turn]) -> None:
-        """Take back what was drafted and not accepted."""
+    def _settle(self, turns: Sequence[Turn], seconds: float) -> None:
+        """Take back what was drafted and not accepted in a step of so many seconds."""
         if not self.speculates:
             return
         settled = Settled()
         for turn in turns:
-            settled.add(turn.settle())
+            settled.add(turn.settle(seconds))
         for session in self.sessions:
             session.rollback(settled.drop)
             session.rearrange(settled.moved, settled.gone)

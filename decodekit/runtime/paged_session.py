@@ -366,7 +366,8 @@ class PagedSession(PlacedSession):
 
     def is_settled(self, rows: Sequence[int]) -> bool:
         """Whether these rows do not go back now, and their next tokens are all that is to be forwarded for them."""
-        return not self._recording and not any(key in self._again for key in self._keys(rows))
+        returns = self._recording and self._cache.keeps_states
+        return not returns and not any(key in self._again for key in self._keys(rows))
 
     def begin_run(self, rows: Sequence[int], tokens: Ids, steps: int) -> Run:
         """Begin many steps of one token each of rows, [R], which have the same branches, with the first token of each.
@@ -391,6 +392,8 @@ class PagedSession(PlacedSession):
         for key, keeps in zip(self._keys([*tokens]), kept, strict=True):
             if not keeps and tokens[key.row]:
                 self._again[key] = [*tokens[key.row]]
+        if self._recording:
+            self.rollback({})
 
     @override
     def close(self) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from decodekit.cache.fixed import BUCKETS, bucket
 from decodekit.cache.packed import PackedPlan
+from decodekit.core.errors import Refused
 from decodekit.core.types import BranchOutputs
-from decodekit.runtime.capture import GraphStats, captures, fingerprint, hooked
+from decodekit.runtime.capture import GraphStats, Look, captures, look
 from decodekit.runtime.forwards import PackedForward, key_of, larger, packed_forward_of
 from decodekit.runtime.session import Ids
 
@@ -45,15 +46,15 @@ class Replays:
 
     def __init__(self) -> None:
         self._key: tuple[Hashable, ...] | None = None
-        self._model = 0
+        self._look: Look | None = None
         self.stats = GraphStats()
 
     @contextmanager
     def open(self, session: PlacedSession) -> Iterator[None]:
         """A context in which the session's model runs at its fastest; only there forwards are captured."""
         if captures(session.cache.device) and session.why_no_run() is None and self.stats.alone is None:
-            self._model = fingerprint(session.model)
-            self._key = None if hooked(session.model) else (*key_of(session), "packed")
+            self._look = look(session.model)
+            self._key = None if self._look.hooked else (*key_of(session), "packed")
         try:
             yield
         finally:
@@ -71,7 +72,9 @@ class Replays:
             the outputs at all N; the next step overwrites them.
         """
         count = sum(map(len, tokens))
-        if self._key is None or count > BUCKETS[-1] or fingerprint(session.model) != self._model:
+        if self._key is None or self._look is None or count > BUCKETS[-1]:
+            return None
+        if not self._look.hooks_hold(session.model):
             return None
         cache = session.cache
         if (size := self._size(cache, self._key, count)) is None:
@@ -83,7 +86,9 @@ class Replays:
                 step.replayed(forward.frame.paths)
         except _NotCaptured as error:
             self._key, self.stats.alone = None, str(error)
-            _LOG.warning("forwards are launched operation by operation: %s", error)
+            # What kernels do not serve is known beforehand.
+            level = logging.INFO if isinstance(error.__cause__, Refused) else logging.WARNING
+            _LOG.log(level, "forwards are launched operation by operation: %s", error)
             return None
         self.stats.forwards += 1
         return forward.outputs.span(0, count)

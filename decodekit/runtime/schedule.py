@@ -159,14 +159,18 @@ class Schedule:
     Args:
         drafter: its ``schedule`` and ``max_tokens``.
         model: the target.
+
+    Attributes:
+        runs: passes without drafts are taken elsewhere, see :meth:`ran`.
     """
 
     def __init__(self, drafter: Drafter, model: Any) -> None:
         self._kind, self._most = drafter.schedule, drafter.max_tokens
         self._cheap = drafter.cheap
-        placed = str(getattr(model, "device", "")), str(getattr(model, "dtype", ""))
-        self._costs = _COSTS.of(model, placed)
-        self._measured = _MEASURED.of(model, (drafter.model_dump_json(), *placed))
+        self._model = model
+        self._placed = str(getattr(model, "device", "")), str(getattr(model, "dtype", ""))
+        self._costs = _COSTS.of(model, self._placed)
+        self._measured = _MEASURED.of(model, (drafter.model_dump_json(), *self._placed))
         self._lengths: dict[int, int] = {}
         # Of each row, tokens that were accepted and expected to be.
         self._luck: dict[int, tuple[float, float]] = {}
@@ -182,6 +186,22 @@ class Schedule:
         self._looking: dict[int, float] = {}
         # Drafts are fed that are not expected to pay.
         self._tries = False
+        # Passes without drafts are taken elsewhere.
+        self.runs = False
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it decides by what passes take."""
+        return self._kind == "dynamic" and self._cheap
+
+    def ran(self, batch: int, seconds: float) -> None:
+        """A pass without drafts was taken elsewhere, in less time than here: others are measured beside that from now on."""
+        if not self.runs:
+            self.runs, self._units = True, {}
+            self._costs = _COSTS.of(self._model, (*self._placed, "runs"))
+        self._time(batch, (batch, 1), seconds)
+        self._without = 0
+        self._measured.idle[batch] += 1
 
     def budgets(self, rows: Sequence[int], room: Sequence[int]) -> list[int]:
         """[R] most tokens of each row's draft.
@@ -226,7 +246,7 @@ class Schedule:
         Args:
             drafts: a row, its draft.
             accepted: a row, how many of its drafted tokens were accepted.
-            seconds: of the forward.
+            seconds: of the forward; where :attr:`runs`, of the whole pass.
             drafting: seconds that proposing took.
         """
         depths = {row: draft.depth for row, draft in drafts.items()}
@@ -244,8 +264,10 @@ class Schedule:
             length = self._lengths.get(row, self._most)
             self._lengths[row] = min(self._most, length + 2) if hits == depth else max(1, length - 1)
         batch, longest = len(drafts), max(depths.values())
-        if self._warm:  # the first pass of a call is much slower than those after it
-            self._time(batch, _shape(list(drafts.values())), seconds)
+        shape = _shape(list(drafts.values()))
+        # The first pass of a call is much slower than those after it.
+        if self._warm and not (self.runs and shape == (batch, 1)):
+            self._time(batch, shape, seconds)
         self._warm = True
         known = self._drafting.get(longest, drafting)
         self._drafting[longest] = known + SMOOTHING * (drafting - known)

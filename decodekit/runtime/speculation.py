@@ -138,6 +138,11 @@ class Speculation:
         host: what it is given.
         prompt_hidden: a row to its hidden layers over the prompt, where the drafter reads them.
         new_row: gives a number for a fork.
+
+    Attributes:
+        counts: a row, what was drafted for it.
+        seconds: of drafting and verifying.
+        lets_run: while nothing that is found pays, steps can be taken by others, which :meth:`ran` is told of.
     """
 
     def __init__(
@@ -154,6 +159,9 @@ class Speculation:
         self._schedule = Schedule(drafter, host.model)
         self._observes = type(self._state).observe is not DraftState.observe
         self._broken: str | None = None
+        # What was proposed last, for rows with so many tokens.
+        self._found: tuple[list[tuple[int, int]], list[Draft]] | None = None
+        self.lets_run = not self._observes and not drafter.reads_prompt and self._schedule.weighs
         self.counts: dict[int, Counts] = {}
         self.seconds = {"draft_s": 0.0, "verify_s": 0.0}
         # Seconds of passes, by the tokens of their longest row.
@@ -174,6 +182,9 @@ class Speculation:
             sequences: those to draft for.
             room: [P] most tokens of each draft; as many as a sequence may still get when left out.
         """
+        known = [(sequence.row, len(sequence.tokens)) for sequence in sequences]
+        if self._found is not None and self._found[0] == known and room is None:
+            return self._found[1]
         left = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
         room = left if room is None else [min(own) for own in zip(left, room, strict=True)]
         rows = [sequence.row for sequence in sequences]
@@ -194,7 +205,20 @@ class Speculation:
             drafts = self._schedule.cut(rows, drafts)
         self._proposing = time.perf_counter() - started
         self.seconds["draft_s"] += self._proposing
+        self._found = known, drafts
         return drafts
+
+    def finds(self, sequences: Sequence[SequenceState]) -> bool:
+        """Whether a draft pays for any of these now."""
+        return any(map(len, self.propose(sequences)))
+
+    def ran(self, sequences: Sequence[SequenceState], seconds: float | None) -> None:
+        """A step of these was taken without drafts; ``None`` seconds: it does not tell what such a step takes."""
+        for sequence in sequences:
+            self.counts.setdefault(sequence.row, Counts()).passes += 1
+        if seconds is not None:
+            self._timed.setdefault(1, []).append(seconds)
+            self._schedule.ran(len(sequences), seconds)
 
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
         """What to feed; a row whose draft is a tree is to be forked for every leaf."""
@@ -217,7 +241,7 @@ class Speculation:
             fan.index += [places[node] for node in range(-1, len(draft))]
         return fan
 
-    def settle(self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float) -> Settled:
+    def settle(self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float, whole: float) -> Settled:
         """Count and tell the drafter what was accepted; what is to be taken back.
 
         Args:
@@ -225,6 +249,7 @@ class Speculation:
             fan: what was fed.
             outputs: of the main branch, in the order of ``fan.index``.
             seconds: that the forward took.
+            whole: that the step took, with drafting and choosing.
         """
         settled = Settled(forks=fan.forks)
         for walk, paths in zip(walks, fan.paths, strict=True):
@@ -240,7 +265,7 @@ class Speculation:
         self._count(walks)
         drafts = {walk.sequence.row: walk.draft for walk in walks}
         hits = {walk.sequence.row: len(walk.accepted) for walk in walks}
-        self._schedule.observe(drafts, hits, seconds, self._proposing)
+        self._schedule.observe(drafts, hits, whole if self._schedule.runs else seconds, self._proposing)
         if self._observes:
             self._tell("observe", lambda: self._state.observe(_verified(walks, fan, outputs)))
         return settled

@@ -17,11 +17,14 @@ from decodekit.kernels.paged_attention import WorkShape
 from decodekit.runtime.capture import fingerprint, hooked
 from decodekit.runtime.captured import Device
 from decodekit.runtime.constraining import RowConstraint
+from decodekit.runtime.decoder import Decoder
 from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
 from decodekit.runtime.paged_session import PagedSession
+from decodekit.runtime.schedule import Schedule
 from decodekit.strategies.dola import Dola
 from decodekit.testing import tiny_model
+from tests.runtime.oracle import Oracle
 from tests.runtime.schedules import live_once
 
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5], [9, 9, 4, 4, 2]])
@@ -311,7 +314,7 @@ def test_a_row_without_a_token_is_left_to_a_single_step(steps, model, monkeypatc
 def test_what_is_not_for_graphs_is_said(steps, dense) -> None:
     decode(dense, {"rules": [{"kind": "mirostat"}], "generation": SAMPLED}, new=4)
     decode(dense, {}, new=4, return_dict_in_generate=True, output_scores=True)
-    decode(dense, {"drafter": {"kind": "ngram"}}, new=4)
+    decode(dense, {"drafter": {"kind": "ngram", "schedule": "constant"}}, new=4)
     assert steps["steps"] == 0
     assert steps["reasons"] == {"rule 'mirostat' keeps a state", "output_scores", "drafts"}
 
@@ -606,3 +609,38 @@ def test_requests_that_came_beside_drafts_take_runs_once_those_are_over(steps, d
         plain.result()
         assert steps["steps"] > 10
         assert [own["eager"] for own in engine.stats()["graphs"]] == ["drafts", None]
+
+
+@pytest.mark.parametrize("family", ["dense", "sliding"])
+@pytest.mark.parametrize(
+    "recipe", [{}, {"rules": RULES, "generation": SAMPLED}, {"strategy": "dola"}], ids=["", "rules", "dola"]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_between_drafts_that_pay_tokens_come_from_runs(steps, monkeypatch, family, recipe, batch) -> None:
+    monkeypatch.setattr(Schedule, "_best", lambda self, rows, drafts: max(map(len, drafts)))
+    model, prompts = tiny_model(family, dtype=torch.float64), PROMPTS[:batch]
+    expected = one_by_one(model, recipe, prompts, new=40)
+    truth = {tuple(row[:5]): row[5:] for row in expected.tolist()}
+    loaded = decodekit.load({"cache": "paged", **recipe}).recipe
+    quiet = tuple(n for n in range(40) if n % 10 < 6)
+    decoder = Decoder(loaded.model_copy(update={"drafter": Oracle(truth=truth, silent=quiet, schedule="dynamic")}))
+    ids = model.generate(prompts, custom_generate=decoder, max_new_tokens=40, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ids, expected)
+    assert steps["stats"].eager is None
+    # A run is begun anew after each draft.
+    assert 10 <= steps["steps"] < 30
+
+
+def test_runs_count_as_passes_without_drafts(steps, dense, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(Schedule, "_best", lambda self, rows, drafts: 0)
+    plain = decodekit.load({"cache": "paged"}).run(dense, tokenizer, ["ab"], max_new_tokens=20, eos_token_id=None)
+    drafted = decodekit.load({"drafter": "ngram"}).run(dense, tokenizer, ["ab"], max_new_tokens=20, eos_token_id=None)
+    assert drafted[0].token_ids == plain[0].token_ids
+    assert (drafted[0].stats["tokens_per_pass"], drafted[0].stats["fallback_rate"]) == (1, 1)
+    assert steps["steps"] == 2 * 19
+
+
+@pytest.mark.parametrize("drafter", ["recycle", {"kind": "ngram", "schedule": "constant"}])
+def test_drafters_that_want_every_step_get_it(steps, dense, drafter) -> None:
+    assert torch.equal(decode(dense, {"drafter": drafter}), one_by_one(dense, {}))
+    assert steps["reasons"] == {"drafts"}
