@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from decodekit.cache.paged import PagedCache
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens that forwards are captured for; fewer are filled up with some that are nobody's."""
+"""Rows that forwards of runs are captured for; fewer are filled up with rows that have no tokens."""
+
+PACKED = (1, 8, 16, 32, 64, 128, 256)
+"""The same of the tokens of packed rows, whose number changes from step to step."""
 
 
 class FixedLayout(Layout):
@@ -102,8 +105,8 @@ class FixedStep:
         return {layout.path for layout in self._layouts if layout.path is not None}
 
 
-def bucket(tokens: int, device: torch.device) -> int:
-    """How many tokens a forward has that is to serve so many."""
+def bucket(rows: int, device: torch.device, sizes: Sequence[int] = BUCKETS) -> int:
+    """How many rows, or tokens, a forward has that is to serve so many."""
     if not triton_runs(device):
-        return tokens
-    return next((size for size in BUCKETS if size >= tokens), tokens)
+        return rows
+    return next((size for size in sizes if size >= rows), rows)

@@ -226,11 +226,11 @@ class Turn:
             lane.auditor.check([walk.sequence for walk in walks], at)
         return lane.chooser.pick(walks, at, scores)
 
-    def settle(self, whole: float) -> Settled:
+    def settle(self, whole: float | None) -> Settled:
         """What was drafted and not accepted.
 
         Args:
-            whole: seconds that the step took.
+            whole: seconds that the step took; ``None`` where that does not tell what others will take.
         """
         if self.lane.speculation is None or not self.stepping:
             return Settled()

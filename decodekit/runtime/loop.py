@@ -132,7 +132,8 @@ class Loop:
         self._forward(turns, budget)
         self.forwards += 1
         records = [record for turn in turns for record in self.choose(turn)]
-        self._settle(turns, time.perf_counter() - started)
+        steady = all(session.steady for session in self.sessions)
+        self._settle(turns, time.perf_counter() - started if steady else None)
         return records
 
     def choose(self, turn: Turn) -> list[StepRecord]:
@@ -202,8 +203,8 @@ class Loop:
             parts["main"] = parts["main"].only(lane.layers)
         return parts
 
-    def _settle(self, turns: Sequence[Turn], seconds: float) -> None:
-        """Take back what was drafted and not accepted in a step of so many seconds."""
+    def _settle(self, turns: Sequence[Turn], seconds: float | None) -> None:
+        """Take back what was drafted and not accepted in a step of so many seconds, if others will take as many."""
         if not self.speculates:
             return
         settled = Settled()

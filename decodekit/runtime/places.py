@@ -89,6 +89,11 @@ class PlacedSession(Session):
         with super().optimized(), fused(self.model), self.replays.open(self):
             yield
 
+    @property
+    @override
+    def steady(self) -> bool:
+        return self.replays.steady
+
     def why_no_run(self) -> str | None:
         """Why its rows cannot take many steps at once; ``None``: they can."""
         if self._spread:

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from decodekit.cache.fixed import BUCKETS, bucket
+from decodekit.cache.fixed import PACKED, bucket
 from decodekit.cache.packed import PackedPlan
 from decodekit.core.errors import Refused
 from decodekit.core.types import BranchOutputs
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-WAIT = 3
-"""Steps of a size before it is captured, which takes as long as some ten of them."""
+WAIT = 1
+"""Steps of a size before it is captured, which takes as long as some five that are launched operation by operation."""
 
 
 class _NotCaptured(Exception):
@@ -42,9 +42,11 @@ class Replays:
 
     Attributes:
         stats: what came from graphs.
+        steady: the last step took as long as others like it will.
     """
 
     def __init__(self) -> None:
+        self.steady = True
         self._key: tuple[Hashable, ...] | None = None
         self._look: Look | None = None
         self.stats = GraphStats()
@@ -71,12 +73,13 @@ class Replays:
         Returns:
             the outputs at all N; the next step overwrites them.
         """
-        count = sum(map(len, tokens))
-        if self._key is None or self._look is None or count > BUCKETS[-1]:
+        count, self.steady = sum(map(len, tokens)), True
+        if self._key is None or self._look is None or count > PACKED[-1]:
             return None
         if not self._look.hooks_hold(session.model):
             return None
-        cache = session.cache
+        cache, captured = session.cache, self.stats.forward_captures
+        self.steady = False
         if (size := self._size(cache, self._key, count)) is None:
             return None
         try:
@@ -85,18 +88,19 @@ class Replays:
                 forward.launch()
                 step.replayed(forward.frame.paths)
         except _NotCaptured as error:
-            self._key, self.stats.alone = None, str(error)
+            self._key, self.stats.alone, self.steady = None, str(error), True
             # What kernels do not serve is known beforehand.
             level = logging.INFO if isinstance(error.__cause__, Refused) else logging.WARNING
             _LOG.log(level, "forwards are launched operation by operation: %s", error)
             return None
         self.stats.forwards += 1
+        self.steady = self.stats.forward_captures == captured
         return forward.outputs.span(0, count)
 
     @staticmethod
     def _size(cache: PagedCache, kind: tuple[Hashable, ...], tokens: int) -> int | None:
         """Tokens of the forward that is to take a step of so many; ``None``: none does yet."""
-        key = *kind, (size := bucket(tokens, cache.device))
+        key = *kind, (size := bucket(tokens, cache.device, PACKED))
         if key in cache.captured or cache.lent[key] >= WAIT:
             return size
         cache.lent[key] += 1

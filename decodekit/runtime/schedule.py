@@ -238,7 +238,7 @@ class Schedule:
         self,
         drafts: Mapping[int, Draft],
         accepted: Mapping[int, int],
-        seconds: float,
+        seconds: float | None,
         drafting: float,
     ) -> None:
         """What a pass gave.
@@ -246,7 +246,7 @@ class Schedule:
         Args:
             drafts: a row, its draft.
             accepted: a row, how many of its drafted tokens were accepted.
-            seconds: of the forward; where :attr:`runs`, of the whole pass.
+            seconds: of the forward; where :attr:`runs`, of the whole pass; ``None`` where it was slower than others will be.
             drafting: seconds that proposing took.
         """
         depths = {row: draft.depth for row, draft in drafts.items()}
@@ -266,7 +266,7 @@ class Schedule:
         batch, longest = len(drafts), max(depths.values())
         shape = _shape(list(drafts.values()))
         # The first pass of a call is much slower than those after it.
-        if self._warm and not (self.runs and shape == (batch, 1)):
+        if seconds is not None and self._warm and not (self.runs and shape == (batch, 1)):
             self._time(batch, shape, seconds)
         self._warm = True
         known = self._drafting.get(longest, drafting)
@@ -275,6 +275,8 @@ class Schedule:
             known = self._looking.get(batch, drafting)
             self._looking[batch] = known + SMOOTHING * (drafting - known)
         self._without = 0 if not longest else self._without + 1
+        if seconds is None:
+            return
         unit, _ = self._units.get(batch, (seconds, 0))
         if self._tries and (batch + sum(accepted.values())) * unit > batch * seconds:
             self._rested = LONGEST_REST  # it did pay: try again

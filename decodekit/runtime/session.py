@@ -58,6 +58,11 @@ class Session(ABC):
     def cache(self) -> Any:
         """The transformers Cache of the main branch, or ``None``."""
 
+    @property
+    def steady(self) -> bool:
+        """Whether the last step took as long as others like it will."""
+        return True
+
     @abstractmethod
     def branches(self, row: int) -> tuple[str, ...]:
         """The branches that a row has here."""

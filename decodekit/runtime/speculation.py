@@ -241,7 +241,9 @@ class Speculation:
             fan.index += [places[node] for node in range(-1, len(draft))]
         return fan
 
-    def settle(self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float, whole: float) -> Settled:
+    def settle(
+        self, walks: Sequence[Walk], fan: Fan, outputs: BranchOutputs, seconds: float, whole: float | None
+    ) -> Settled:
         """Count and tell the drafter what was accepted; what is to be taken back.
 
         Args:
@@ -249,7 +251,7 @@ class Speculation:
             fan: what was fed.
             outputs: of the main branch, in the order of ``fan.index``.
             seconds: that the forward took.
-            whole: that the step took, with drafting and choosing.
+            whole: that the step took, with drafting and choosing; ``None`` where it does not tell what others will take.
         """
         settled = Settled(forks=fan.forks)
         for walk, paths in zip(walks, fan.paths, strict=True):
@@ -265,7 +267,8 @@ class Speculation:
         self._count(walks)
         drafts = {walk.sequence.row: walk.draft for walk in walks}
         hits = {walk.sequence.row: len(walk.accepted) for walk in walks}
-        self._schedule.observe(drafts, hits, whole if self._schedule.runs else seconds, self._proposing)
+        told = None if whole is None else whole if self._schedule.runs else seconds
+        self._schedule.observe(drafts, hits, told, self._proposing)
         if self._observes:
             self._tell("observe", lambda: self._state.observe(_verified(walks, fan, outputs)))
         return settled

@@ -181,3 +181,29 @@ def test_a_forward_is_not_taken_for_dearer_than_a_larger_one() -> None:
     costs.note(1, (1, 5), 1.5)
     assert [costs.of(1, (1, width)) for width in (3, 4, 5)] == [1.2, 1.2, 1.5]
     assert costs.of(4, (4, 3)) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(0.3, False), (0.95, True)])
+def test_drafts_must_beat_what_a_step_takes_in_a_run(rate, pays) -> None:
+    schedule, rng, drafted = Schedule(Ngram(max_tokens=5), Model()), random.Random(0), []
+    for _ in range(300):
+        schedule.budgets([0], [100])
+        [draft] = schedule.cut([0], [Draft([0] * 5)])
+        drafted.append(len(draft))
+        if not draft:
+            schedule.ran(1, 0.01)
+            continue
+        hits = next((place for place in range(len(draft)) if rng.random() >= rate), len(draft))
+        schedule.observe({0: draft}, {0: hits}, 0.018, 0.0)
+    assert (sum(map(bool, drafted[-100:])) > 80) == pays
+    assert pays or sum(map(bool, drafted[-100:])) <= 5
+
+
+def test_a_pass_that_was_slower_than_others_will_be_is_no_measure() -> None:
+    schedule, costs = Schedule(Ngram(), Model()), []
+    for turn, seconds in enumerate([0.01, 0.01, None, None, 0.012]):
+        draft = Draft([0] * (2 if turn > 1 else 0))
+        schedule.observe({0: draft}, {0: 0}, seconds, 0.0)
+        costs.append(schedule._costs.of(1, (1, 3)))
+    assert costs[1] == costs[3]
+    assert costs[4] == pytest.approx(1.2)
