@@ -54,6 +54,11 @@ class Forward:
             self.outputs.blank()
         stats.forward_captures += 1
 
+    @property
+    def captured(self) -> bool:
+        """Whether a graph holds it."""
+        return self._graph is not None
+
     def launch(self) -> None:
         """Forward the tokens that the frame holds."""
         if self._graph is None:
@@ -128,7 +133,7 @@ def forward_of(session: PlacedSession, run: Run, most: int, stats: GraphStats, l
     if (forward := _serving(cache.captured.get(key, ()), shapes)) is not None:
         return forward.lend(None)
     if cache.lent[key] < lent:
-        for size in larger(cache, key):
+        for size in _larger(cache, key):
             needed = [WorkShape.of(plan) for plan in run.plan(size)]
             if (forward := _serving(cache.captured[*key[:-1], size], needed)) is not None:
                 return forward.lend(key)
@@ -142,7 +147,7 @@ def forward_of(session: PlacedSession, run: Run, most: int, stats: GraphStats, l
 
 
 def packed_forward_of(
-    session: PlacedSession, plan: PackedPlan, key: tuple[Any, ...], stats: GraphStats
+    session: PlacedSession, plan: PackedPlan, key: tuple[Any, ...], stats: GraphStats, wait: int = 0
 ) -> PackedForward:
     """A forward that takes a packed step, which is in its frame then.
 
@@ -151,6 +156,7 @@ def packed_forward_of(
         plan: of the step.
         key: what tells such forwards apart; ends with the tokens of one.
         stats: is told of captures.
+        wait: steps that are launched operation by operation before one is captured.
     """
     cache, tokens = session.cache, key[-1]
     shapes = [WorkShape.of(work) for work in plan.works]
@@ -163,8 +169,10 @@ def packed_forward_of(
         now = int(plan.lengths.max())
         forward = PackedForward(session, PackedFrame(cache, tokens, _roomy(cache, shapes, now, 2 * now)))
         forward.frame.load(plan)
-        forward.capture(stats)
-        _keep(cache, key, forward)
+        if known or cache.lent[key] >= wait:
+            forward.capture(stats)
+            _keep(cache, key, forward)
+        cache.lent[key] += 1
     forward.frame.load(plan)
     return forward
 
@@ -187,7 +195,7 @@ def _serving(forwards: Iterable[_Kind], shapes: Sequence[WorkShape]) -> _Kind | 
     return next((own for own in forwards if _holds(own.frame.shapes, shapes)), None)
 
 
-def larger(cache: PagedCache, key: tuple[Any, ...]) -> Iterator[int]:
+def _larger(cache: PagedCache, key: tuple[Any, ...]) -> Iterator[int]:
     """Tokens of captured forwards that have somewhat more of them than the one of this key, the fewest first."""
     *kind, least = key
     return iter(sorted(n for *own, n in cache.captured if own == kind and least < n <= _MOST_LENT * least))

@@ -17,17 +17,16 @@ from decodekit.cache.packed import PackedPlan
 from decodekit.core.errors import Refused
 from decodekit.core.types import BranchOutputs
 from decodekit.runtime.capture import GraphStats, Look, captures, look
-from decodekit.runtime.forwards import PackedForward, key_of, larger, packed_forward_of
+from decodekit.runtime.forwards import PackedForward, key_of, packed_forward_of
 from decodekit.runtime.session import Ids
 
 if TYPE_CHECKING:
-    from decodekit.cache.paged import PagedCache
     from decodekit.runtime.places import PlacedSession
 
 _LOG = logging.getLogger(__name__)
 
 WAIT = 1
-"""Steps of a size before it is captured, which takes as long as some five that are launched operation by operation."""
+"""Steps of a size that are launched before it is captured, which takes as long as some ten of them."""
 
 
 class _NotCaptured(Exception):
@@ -37,8 +36,7 @@ class _NotCaptured(Exception):
 class Replays:
     """Captured forwards of a session, for packed steps of few tokens.
 
-    A size is captured once some steps of it were launched operation by operation; until then one of up to four times as many
-    tokens serves, where there is one.
+    A size is captured once a step of it was launched operation by operation.
 
     Attributes:
         stats: what came from graphs.
@@ -78,37 +76,27 @@ class Replays:
             return None
         if not self._look.hooks_hold(session.model):
             return None
-        cache, captured = session.cache, self.stats.forward_captures
-        self.steady = False
-        if (size := self._size(cache, self._key, count)) is None:
-            return None
+        cache, captures_before = session.cache, self.stats.forward_captures
+        size = bucket(count, cache.device, PACKED)
         try:
             with cache.begin(places, tokens, direct=True, packed=True) as step:
-                forward = self._forward(session, PackedPlan(cache, step, size), (*self._key, size))
-                forward.launch()
+                forward = self._launch(session, PackedPlan(cache, step, size), (*self._key, size))
                 step.replayed(forward.frame.paths)
         except _NotCaptured as error:
-            self._key, self.stats.alone, self.steady = None, str(error), True
+            self._key, self.stats.alone = None, str(error)
             # What kernels do not serve is known beforehand.
             level = logging.INFO if isinstance(error.__cause__, Refused) else logging.WARNING
             _LOG.log(level, "forwards are launched operation by operation: %s", error)
             return None
-        self.stats.forwards += 1
-        self.steady = self.stats.forward_captures == captured
+        self.stats.forwards += forward.captured
+        self.steady = forward.captured and self.stats.forward_captures == captures_before
         return forward.outputs.span(0, count)
 
-    @staticmethod
-    def _size(cache: PagedCache, kind: tuple[Hashable, ...], tokens: int) -> int | None:
-        """Tokens of the forward that is to take a step of so many; ``None``: none does yet."""
-        key = *kind, (size := bucket(tokens, cache.device, PACKED))
-        if key in cache.captured or cache.lent[key] >= WAIT:
-            return size
-        cache.lent[key] += 1
-        return next(larger(cache, key), None)
-
-    def _forward(self, session: PlacedSession, plan: PackedPlan, key: tuple[Hashable, ...]) -> PackedForward:
+    def _launch(self, session: PlacedSession, plan: PackedPlan, key: tuple[Hashable, ...]) -> PackedForward:
         try:
-            return packed_forward_of(session, plan, key, self.stats)
+            forward = packed_forward_of(session, plan, key, self.stats, WAIT)
+            forward.launch()
         except Exception as error:
             text = str(error)
             raise _NotCaptured(text.splitlines()[0] if text else repr(error)) from error
+        return forward
