@@ -1,6 +1,7 @@
 """The wheel in an environment of its own: what users get, not what lies in the checkout."""
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -74,8 +75,14 @@ def test_it_runs_where_nothing_else_is(python, tmp_path) -> None:
     assert found.stdout.strip() == "True", found.stderr
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_are_told_how_to_complete(python, tmp_path, shell) -> None:
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [("bash", "complete -o default"), ("zsh", "#compdef"), ("fish", "complete --command")],
+)
+def test_shells_are_told_how_to_complete(python, tmp_path, shell, line) -> None:
     command = [str(python), "-m", "decodekit", "--show-completion", shell]
-    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert "decodekit" in shown.stdout.lower(), shown.stderr
+    # Otherwise typer takes the shell that runs the tests, if any does.
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env=env)
+    assert line in shown.stdout, shown.stderr
+    assert "decodekit" in shown.stdout.lower()
