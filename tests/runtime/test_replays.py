@@ -20,6 +20,7 @@ from decodekit.runtime.replays import Replays
 from decodekit.testing import tiny_model
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.oracle import Oracle
+from tests.runtime.schedules import live_once
 
 NEW = 24
 
@@ -135,6 +136,21 @@ def test_requests_of_an_engine_share_captured_forwards(replays, dense, tokenizer
     assert alone == together[0][:4]
     assert (stats["forwards"], stats["forward_captures"]) == (8 - 1 + 3 - 1, 2)
     assert replays["tokens"] == {1, 3}
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize(
+    ("family", "seeds"),
+    [
+        ("dense", range(12)),
+        ("sliding", range(12, 24)),
+        *(pytest.param(family, range(60), marks=pytest.mark.slow) for family in ("dense", "sliding")),
+    ],
+)
+def test_requests_of_an_engine_have_the_tokens_of_their_solo_runs(replays, family, seeds) -> None:
+    for seed in seeds:
+        live_once(seed, family)
+    assert replays["steps"] > 3 * len(seeds)
 
 
 @pytest.mark.usefixtures("sizes")
