@@ -497,7 +497,6 @@ def test_requests_of_an_engine_come_and_go_between_runs(steps, family, seeds) ->
     for seed in seeds:
         live_once(seed, family)
     assert steps["steps"] > len(seeds)
-    assert True in steps["ends"]
 
 
 def test_an_engine_with_room_takes_its_steps_from_runs(steps, dense, tokenizer) -> None:
