@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from decodekit.core.compat import text_config
@@ -100,7 +99,7 @@ def read_tensors(path: Path, pattern: str) -> dict[str, Tensor]:
     for file in files:
         try:
             found |= _safetensors(file, pattern) if file.suffix == ".safetensors" else _torch_file(file, pattern)
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        except Exception as error:  # of damaged bytes torch's unpickler raises what it comes across, such as IndexError
             [line, *_] = str(error).strip().splitlines() or [type(error).__name__]
             raise InputError(f"{str(file)!r} is damaged or holds more than tensors: {line}"[:300]) from error
     return found

@@ -157,7 +157,8 @@ def parse(pattern: str) -> Node:
         parsed = sre_parser.parse(pattern)
         node = _Reader(pattern).all_of(parsed, parsed.state.flags)
     except (re.error, OverflowError) as error:
-        raise InputError(f"regex {_cut(pattern)} is not one of Python's: {error}") from error
+        why = " ".join(str(error).split())  # it may quote a line break
+        raise InputError(f"regex {_cut(pattern)} is not one of Python's: {why}") from error
     except RecursionError as error:
         raise UnsupportedConstraint(f"regex {_cut(pattern)} is nested too deeply", ("nesting",)) from error
     if node.positions > MOST_POSITIONS:

@@ -121,6 +121,12 @@ def test_refuses_what_re_refuses(pattern):
         parse(pattern)
 
 
+def test_what_re_says_is_told_in_one_line():
+    with pytest.raises(InputError, match="unknown extension") as raised:
+        parse("(?\n:a)")
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("pattern", ["((a*)*)*b", "(a|a)*b", "(a?){60}a{60}", "([ab]*a){3}[ab]{4}"])
 def test_nested_quantifiers_take_few_states(pattern):
     dfa = automaton(pattern)
