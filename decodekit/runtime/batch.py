@@ -192,7 +192,7 @@ class Batch:
         caches = {name: session.cache.stats() for name, session in zip(self._models, self.sessions, strict=True)}
         queue = {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
         graphs = [asdict(self._lanes.graphs(lane).stats) for lane in self._lanes.all]
-        replays = {name: asdict(own.replays.stats) for name, own in zip(self._models, self.sessions, strict=True)}
+        replays = {name: asdict(own.replayed) for name, own in zip(self._models, self.sessions, strict=True)}
         return {
             **self._counts,
             **queue,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,14 @@ class GraphStats:
     short: int = 0
     eager: str | None = None
     alone: str | None = None
+
+    def joined(self, others: Iterable[GraphStats]) -> GraphStats:
+        """With what others did: counts are added, of reasons the first one stays."""
+        every, values = [self, *others], dict[str, Any]()
+        for name in vars(self):
+            parts = [getattr(part, name) for part in every]
+            values[name] = sum(parts) if isinstance(parts[0], int) else next(filter(None, parts), None)
+        return GraphStats(**values)
 
 
 def captures(device: torch.device) -> bool:

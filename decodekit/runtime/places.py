@@ -23,6 +23,7 @@ from decodekit.core.heads import UnreadOutputs
 from decodekit.core.shared import PerModel
 from decodekit.core.types import BranchOutputs
 from decodekit.kernels import triton_runs
+from decodekit.runtime.capture import GraphStats
 from decodekit.runtime.forward import FEW, RaggedForward
 from decodekit.runtime.fused import fused
 from decodekit.runtime.replays import Replays
@@ -53,9 +54,6 @@ class PlacedSession(Session):
         model: the model.
         cache: its cache.
         layers: hidden layers of the ``main`` branch to keep.
-
-    Attributes:
-        replays: its captured forwards of single steps.
     """
 
     def __init__(self, model: Any, cache: PagedCache, layers: tuple[int, ...]) -> None:
@@ -66,7 +64,7 @@ class PlacedSession(Session):
         self._spread = len({own.device for own in model.parameters()}) > 1
         # Rows that share blocks with others: gathering would copy these for each of them.
         self._sharing: set[int] = set()
-        self.replays = Replays()
+        self._replays = Replays()
 
     @property
     @override
@@ -86,13 +84,18 @@ class PlacedSession(Session):
     @override
     @contextmanager
     def optimized(self) -> Iterator[None]:
-        with super().optimized(), fused(self.model), self.replays.open(self):
+        with super().optimized(), fused(self.model), self._replays.open(self):
             yield
 
     @property
     @override
+    def replayed(self) -> GraphStats:
+        return self._replays.stats
+
+    @property
+    @override
     def steady(self) -> bool:
-        return self.replays.steady
+        return self._replays.steady
 
     def why_no_run(self) -> str | None:
         """Why its rows cannot take many steps at once; ``None``: they can."""
@@ -141,7 +144,7 @@ class PlacedSession(Session):
         ready = self._packs() and (self._readout is None or self._head_checked)
         if not ready or not (self._masks.causal or all(len(ids) == 1 for ids in tokens.values())):
             return None
-        if (outputs := self.replays.step(self, [*tokens], [*tokens.values()])) is None:
+        if (outputs := self._replays.step(self, [*tokens], [*tokens.values()])) is None:
             return None
         # A copy: the next step overwrites them.
         counts = [*map(len, tokens.values())]

@@ -21,6 +21,7 @@ from decodekit.core.errors import Refused
 from decodekit.core.few_rows import few_rows
 from decodekit.core.heads import Readout
 from decodekit.core.types import BranchOutputs
+from decodekit.runtime.capture import GraphStats
 from decodekit.runtime.forward import Stepper
 
 Ids = Sequence[int]
@@ -57,6 +58,11 @@ class Session(ABC):
     @abstractmethod
     def cache(self) -> Any:
         """The transformers Cache of the main branch, or ``None``."""
+
+    @property
+    def replayed(self) -> GraphStats:
+        """What single steps took from graphs."""
+        return GraphStats()
 
     @property
     def steady(self) -> bool:

@@ -20,6 +20,7 @@ from decodekit.recipe import Generation, PagedSpec, Recipe, load_recipe
 from decodekit.runtime.branches import left_pad, too_long, unknown_id
 from decodekit.runtime.caches import context_length
 from decodekit.runtime.call import Call, assemble
+from decodekit.runtime.capture import captures
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.scoring import Scored
 from decodekit.runtime.sequence import SequenceState
@@ -284,8 +285,8 @@ def _stats(call: Call, task: Task, sequence: SequenceState) -> dict[str, Any]:
         "path": _path(call),
         **_memory(call),
     }
-    if loop.graphs is not None and loop.sessions[0].model.device.type == "cuda":
-        stats["graphs"] = dataclasses.asdict(loop.graphs.stats)
+    if loop.graphs is not None and captures(loop.sessions[0].model.device):
+        stats["graphs"] = dataclasses.asdict(loop.graphs.stats.joined(session.replayed for session in loop.sessions))
     if sequence.constraint is not None:
         stats["constraint"] = sequence.constraint.report(sequence.text)
     if call.lane.speculation is not None:

@@ -11,6 +11,7 @@ from decodekit.cache.fixed import FixedStep
 from decodekit.cache.paged import PagedCache
 from decodekit.kernels.paged_attention import WorkShape
 from decodekit.recipe import Generation, Recipe
+from decodekit.runtime.capture import GraphStats
 from decodekit.runtime.decoder import Decoder
 from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
@@ -231,3 +232,19 @@ def test_memory_of_a_session_does_not_wait_for_the_garbage_collector(dense) -> N
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_the_output_counts_them(replays, dense, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.text_call.captures", lambda device: True)
+    recipe = {"strategy": {"kind": "beam", "num_beams": 3}}
+    [output] = decodekit.load(recipe).run(dense, tokenizer, ["ab"], max_new_tokens=9, eos_token_id=None)
+    stats = output.stats["graphs"]
+    assert (stats["forwards"], stats["forward_captures"], stats["steps"]) == (replays["steps"] - 1, 1, 0)
+    assert stats["eager"] == "strategy 'beam' decides between steps"
+
+
+def test_figures_of_several_are_added() -> None:
+    both = GraphStats(steps=3, pool_bytes=5, eager="drafts").joined(
+        [GraphStats(forwards=2, pool_bytes=4, alone="float64")]
+    )
+    assert both == GraphStats(steps=3, forwards=2, pool_bytes=9, eager="drafts", alone="float64")
