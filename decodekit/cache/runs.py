@@ -121,7 +121,7 @@ class Run:
 
     Attributes:
         frame: what it is loaded into.
-        steps: that there is room and a plan for.
+        steps: that there is room for; the plan is for those that came with the last :meth:`extend`.
         launched: forwards so far.
 
     Raises:

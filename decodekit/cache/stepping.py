@@ -45,7 +45,7 @@ class SteppedCache(Cache):
         heads_a_kv_head: query heads that share a K/V head.
         frame: whose forward is going on, of those that are captured.
         captured: graphs over its K/V by what tells them apart; whoever gives the cache up lets go of them.
-        lent: by what would tell a graph apart, steps that were taken without it.
+        lent: by what would tell a graph apart, steps that were taken without it, before it was captured.
         frame_states: rows of a frame to their states, which graphs write in place.
     """
 

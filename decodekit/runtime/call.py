@@ -176,7 +176,9 @@ def logits_width(model: Any) -> int:
     return width
 
 
-def speculate(lane: Lane, model: Any, given: Given, sessions: Sequence[Session], tokens: int) -> None:
+def speculate(
+    lane: Lane, model: Any, given: Given, sessions: Sequence[Session], tokens: int, *, grows: bool = False
+) -> None:
     """Let the plan's drafter, or else what constraints force, propose tokens.
 
     Args:
@@ -185,13 +187,14 @@ def speculate(lane: Lane, model: Any, given: Given, sessions: Sequence[Session],
         given: what the call came with.
         sessions: what runs the branches.
         tokens: most tokens that all rows hold together.
+        grows: rows come and go, and seldom hold as many.
     """
     drafter = lane.plan.drafter
     if drafter is None:
         if not lane.plan.rolls_back or not all(isinstance(session, PagedSession) for session in sessions):
             return
         drafter = Forcing()
-    host = Host(model, given.tokenizer, given.models, lane.pipeline, tokens, model.device)
+    host = Host(model, given.tokenizer, given.models, lane.pipeline, tokens, model.device, grows=grows)
     lane.speculation = lane.chooser.speculation = Speculation(
         drafter, host, sessions[0].prompt_hidden.pop, lane.chooser.new_row
     )

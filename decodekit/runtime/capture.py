@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ class GraphStats:
 
     Attributes:
         steps: that came from graphs.
-        forwards: that came from graphs in steps which the host takes part in: drafts, searches, requests that come and go.
+        forwards: that came from graphs in steps which the host takes part in: drafts, searches, requests that come and go;
+            the first of each size does not.
         forward_captures: forwards that were captured; those of earlier calls are used again.
         pick_captures: captures of score, rules and pick.
         pool_bytes: memory that the captures of this call took.
@@ -110,7 +112,7 @@ class Look:
 
     def __init__(self, model: nn.Module) -> None:
         modules = _modules(model)
-        self._below = modules[1:]
+        self._below = [weakref.ref(own) for own in modules[1:]]
         self._state, self._hooks = _state(modules), _hooks(modules)
         self.number = hash((*map(id, modules), *map(tuple, self._state)))
         self.hooked = any(map(is_hooked, modules))
@@ -118,11 +120,16 @@ class Look:
 
     def holds(self, model: nn.Module) -> bool:
         """Whether this model is as it was."""
-        return _state([model, *self._below]) == self._state
+        return (now := self._now(model)) is not None and _state(now) == self._state
 
     def hooks_hold(self, model: nn.Module) -> bool:
         """Whether it has the hooks that it had, which takes less to find out."""
-        return _hooks([model, *self._below]) == self._hooks
+        return (now := self._now(model)) is not None and _hooks(now) == self._hooks
+
+    def _now(self, model: nn.Module) -> list[nn.Module] | None:
+        """The modules that were found in it, if they are all left: those that were replaced are not held."""
+        below = [own() for own in self._below]
+        return None if None in below else [model, *(own for own in below if own is not None)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model is to be looked at anew
@@ -169,7 +176,7 @@ def _state(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
     weights = [weight for own in modules for weight in own._parameters.values() if weight is not None]
     return (
         [type(own) for own in modules],
-        [(*own._modules.values(),) for own in modules],
+        [(*map(id, own._modules.values()),) for own in modules],
         [_address(weight) for weight in weights],
         [weight.dtype for weight in weights],
         _hooks(modules),

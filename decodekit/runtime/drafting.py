@@ -13,7 +13,7 @@ from decodekit.cache.paged import PagedCache
 from decodekit.core.drafts import DraftRow
 from decodekit.core.errors import InputError
 from decodekit.core.types import BranchOutputs, Rows
-from decodekit.runtime.capture import captures
+from decodekit.kernels import triton_runs
 from decodekit.runtime.paged_session import PagedSession
 from decodekit.runtime.pipeline import Pipeline
 
@@ -27,9 +27,10 @@ class CachedRunner:
         model: the model.
         tokens: most tokens that all rows hold together.
         layers: hidden layers to keep.
+        grows: take memory as rows grow, instead of all at once, which graphs need.
     """
 
-    def __init__(self, model: Any, tokens: int, layers: Sequence[int]) -> None:
+    def __init__(self, model: Any, tokens: int, layers: Sequence[int], *, grows: bool = False) -> None:
         self.model = model
         cache = PagedCache(
             model.config,
@@ -37,7 +38,7 @@ class CachedRunner:
             block_size=BLOCK_SIZE,
             device=model.device,
             prefix_cache=False,
-            preallocate=captures(model.device),
+            preallocate=not grows and triton_runs(model.device),
         )
         self._session = PagedSession(model, cache, layers=tuple(layers), rollbacks=True)
         self._rows: set[int] = set()
@@ -52,6 +53,7 @@ class CachedRunner:
         known = [row for row in tokens if row in self._rows]
         outputs: dict[int, BranchOutputs] = {}
         if fresh:
+            self._leave()  # prompts are forwarded as ever, and the model may be another than before
             for row in fresh:
                 self._session.expect(row, {"main": tokens[row]})
             outputs |= _by_row(self._session.prefill(fresh)["main"], fresh, [1] * len(fresh))
@@ -83,9 +85,15 @@ class CachedRunner:
 
     def close(self) -> None:
         """Give all blocks back."""
+        self._leave()
+        self._session.close()
+        self._session.cache.free()
+
+    def _leave(self) -> None:
+        """End what makes steps fast."""
         if self._optimized is not None:
             self._optimized.close()
-        self._session.close()
+            self._optimized = None
 
 
 def _by_row(outputs: BranchOutputs, rows: Sequence[int], counts: Sequence[int]) -> dict[int, BranchOutputs]:
@@ -103,6 +111,7 @@ class Host:
         pipeline: the target's rules.
         tokens: most tokens that all rows hold together.
         device: where rules run.
+        grows: rows come and go, and seldom hold as many: memory is taken as they grow.
     """
 
     def __init__(
@@ -113,7 +122,10 @@ class Host:
         pipeline: Pipeline,
         tokens: int,
         device: torch.device,
+        *,
+        grows: bool = False,
     ) -> None:
+        self._grows = grows
         self.model, self.tokenizer = model, tokenizer
         self.sample = pipeline.sample
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
@@ -131,7 +143,7 @@ class Host:
 
     def runner(self, model: Any, *, layers: Sequence[int] = (), stretch: int = 1) -> CachedRunner:
         """Another model over a cache of its own."""
-        runner = CachedRunner(model, self._tokens * stretch, layers)
+        runner = CachedRunner(model, self._tokens * stretch, layers, grows=self._grows)
         self._runners.append(runner)
         return runner
 

@@ -96,6 +96,7 @@ class RunForward(Forward):
             OutOfBlocks: there are no blocks for them.
         """
         assert self._run is not None, "no run was begun"
+        assert self._run.launched == self._run.steps, "the plan is for steps that are not launched yet"
         self._run.extend(steps)
         if not _holds(self.frame.shapes, [WorkShape.of(plan) for plan in self._run.plan(self.frame.rows)]):
             return False

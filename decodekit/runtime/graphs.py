@@ -2,7 +2,7 @@
 
 Launched one by one, the operations of a step take the host ten times as long as the GPU. So two graphs are captured: the
 forward of a number of rows, which is kept with the cache for later calls, and score, rules and pick, which are a call's own.
-What a graph cannot hold (drafts, searches, rules that ask the device, recurrent states) is decoded step by step.
+What a graph cannot hold (drafts, searches, rules that ask the device) is decoded step by step, see :mod:`.replays`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from decodekit.core.constants import holding
 from decodekit.core.constraint import mask_words
 from decodekit.core.types import BranchOutputs, Outputs
 from decodekit.kernels import triton_runs
-from decodekit.runtime.capture import GraphStats, capture, hooked
+from decodekit.runtime.capture import GraphStats, capture, hooked, look
 from decodekit.runtime.captured import AHEAD, STEPS, Device, Pick
 from decodekit.runtime.choosing import StepRecord
 from decodekit.runtime.constraining import masks_of
@@ -50,6 +50,8 @@ class Graphs:
         self._scorer, self._pipeline, self._chooser = lane.scorer, lane.pipeline, lane.chooser
         self._keep_logprobs = lane.chooser.keeps_logprobs
         self._picks: dict[Any, Pick] = {}
+        # What the models of the current run were when it began.
+        self._models: list[int] = []
         self.stats = GraphStats(eager=watched or self._why_not(sessions, lane))
         if self.stats.eager is not None and triton_runs(sessions[0].model.device):
             _LOG.info(_EAGER, self.stats.eager)
@@ -68,7 +70,7 @@ class Graphs:
 
     def takes(self, live: Sequence[tuple[Task, SequenceState]]) -> bool:
         """Whether the next steps of these rows can be taken here."""
-        # Hooks may be added between any two steps.
+        # Hooks may have been added since the last run.
         if self.stats.eager is None and any(hooked(session.model) for session in self._sessions):
             self.stats.eager = "forward hooks"
             _LOG.info(_EAGER, self.stats.eager)
@@ -95,6 +97,7 @@ class Graphs:
         at_once = STEPS if at_once is None else at_once
         runs = list[Run]()
         try:
+            self._models = [look(session.model).number for session in self._sessions]
             total = self._left(sequences) if most is None else min(most, self._left(sequences))
             steps = self._next(sequences, 0, min(at_once, total))
             for session in self._sessions:
@@ -153,6 +156,12 @@ class Graphs:
         """Plan more steps while the last of those before are still to be taken; how many: 0 where the run is to end."""
         sequences = [sequence for _, sequence in live]
         if any(sequence.finish_reason is not None for sequence in sequences):
+            return 0
+        if [look(session.model).number for session in self._sessions] != self._models:
+            return 0
+        # Blocks that slid out of a window are let go of when a run ends.
+        windows = any(group.window is not None for session in self._sessions for group in session.cache.groups)
+        if windows and planned >= STEPS:
             return 0
         steps = self._next(sequences, planned, most)
         try:
@@ -219,7 +228,7 @@ class Graphs:
         exact = any(session.keeps_states for session in self._sessions)
         ahead = 1 if exact else AHEAD
         for number in range(total):
-            if number + ahead > steps and steps < total:
+            if number and number + ahead > steps and steps < total:
                 # The device is busy with what was launched: it does not wait for the plan. Rows that are over are let go of
                 # when a run ends.
                 more = self._extend(device, live, steps, min(at_once, total - steps))

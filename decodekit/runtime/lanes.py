@@ -65,7 +65,7 @@ class Lanes:
             lane = make_lane(model, work, self._sessions, self._new_row, steps=steps, confines=Exception)
             graphs = self._graphs(lane)
             if graphs.stats.eager is not None:
-                speculate(lane, model, work.given, self._sessions, self._tokens)
+                speculate(lane, model, work.given, self._sessions, self._tokens, grows=True)
             known = _Known(kind, names, lane, graphs)
         else:
             self._known.remove(known)

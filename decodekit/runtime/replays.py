@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from decodekit.cache.fixed import PACKED, bucket
 from decodekit.cache.packed import PackedPlan
 from decodekit.core.errors import Refused
@@ -76,13 +78,15 @@ class Replays:
             return None
         if not self._look.hooks_hold(session.model):
             return None
-        cache, captures_before = session.cache, self.stats.forward_captures
+        cache, captures_before, self.steady = session.cache, self.stats.forward_captures, False
         size = bucket(count, cache.device, PACKED)
         try:
             with cache.begin(places, tokens, direct=True, packed=True) as step:
                 forward = self._launch(session, PackedPlan(cache, step, size), (*self._key, size))
                 step.replayed(forward.frame.paths)
         except _NotCaptured as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                return None  # there may be room another time
             self._key, self.stats.alone = None, str(error)
             # What kernels do not serve is known beforehand.
             level = logging.INFO if isinstance(error.__cause__, Refused) else logging.WARNING

@@ -194,12 +194,20 @@ class Schedule:
         """Whether it decides by what passes take."""
         return self._kind == "dynamic" and self._cheap
 
-    def ran(self, batch: int, seconds: float) -> None:
-        """A pass without drafts was taken elsewhere, in less time than here: others are measured beside that from now on."""
-        if not self.runs:
-            self.runs, self._units = True, {}
-            self._costs = _COSTS.of(self._model, (*self._placed, "runs"))
-        self._time(batch, (batch, 1), seconds)
+    def ran(self, batch: int, seconds: float | None, drafting: float) -> None:
+        """A pass without drafts was taken elsewhere, in less time than here: others are measured beside that from now on.
+
+        Args:
+            batch: its rows.
+            seconds: that it took; ``None`` where that is not known.
+            drafting: seconds that looking for drafts took.
+        """
+        self._look(batch, drafting)
+        if seconds is not None:
+            if not self.runs:
+                self.runs, self._units = True, {}
+                self._costs = _COSTS.of(self._model, (*self._placed, "runs"))
+            self._time(batch, (batch, 1), seconds)
         self._without = 0
         self._measured.idle[batch] += 1
 
@@ -271,17 +279,22 @@ class Schedule:
         self._warm = True
         known = self._drafting.get(longest, drafting)
         self._drafting[longest] = known + SMOOTHING * (drafting - known)
-        if not self._rested and self._knew:  # what is read of a new row is no look
-            known = self._looking.get(batch, drafting)
-            self._looking[batch] = known + SMOOTHING * (drafting - known)
+        self._look(batch, drafting)
         self._without = 0 if not longest else self._without + 1
         if seconds is None:
+            self._measured.idle[batch] = 0 if longest else self._measured.idle[batch] + 1
             return
         unit, _ = self._units.get(batch, (seconds, 0))
         if self._tries and (batch + sum(accepted.values())) * unit > batch * seconds:
             self._rested = LONGEST_REST  # it did pay: try again
         else:
             self._measured.idle[batch] = 0 if longest else self._measured.idle[batch] + 1
+
+    def _look(self, batch: int, drafting: float) -> None:
+        """Note what looking for drafts of known rows took, if that was done."""
+        if not self._rested and self._knew:  # what is read of a new row is no look
+            known = self._looking.get(batch, drafting)
+            self._looking[batch] = known + SMOOTHING * (drafting - known)
 
     def forget(self, row: int) -> None:
         """A row is over."""

@@ -183,7 +183,8 @@ class Speculation:
             room: [P] most tokens of each draft; as many as a sequence may still get when left out.
         """
         known = [(sequence.row, len(sequence.tokens)) for sequence in sequences]
-        if self._found is not None and self._found[0] == known and room is None:
+        anywhere = room is None
+        if self._found is not None and self._found[0] == known and anywhere:
             return self._found[1]
         left = [sequence.limits.max_new_tokens - len(sequence.tokens) - 1 for sequence in sequences]
         room = left if room is None else [min(own) for own in zip(left, room, strict=True)]
@@ -205,7 +206,7 @@ class Speculation:
             drafts = self._schedule.cut(rows, drafts)
         self._proposing = time.perf_counter() - started
         self.seconds["draft_s"] += self._proposing
-        self._found = known, drafts
+        self._found = (known, drafts) if anywhere else None
         return drafts
 
     def finds(self, sequences: Sequence[SequenceState]) -> bool:
@@ -218,7 +219,7 @@ class Speculation:
             self.counts.setdefault(sequence.row, Counts()).passes += 1
         if seconds is not None:
             self._timed.setdefault(1, []).append(seconds)
-            self._schedule.ran(len(sequences), seconds)
+        self._schedule.ran(len(sequences), seconds, self._proposing)
 
     def fan_out(self, sequences: Sequence[SequenceState], drafts: Sequence[Draft]) -> Fan:
         """What to feed; a row whose draft is a tree is to be forked for every leaf."""
@@ -313,8 +314,10 @@ class Speculation:
 
     def close(self) -> None:
         """The call is over."""
-        self._state.close()
-        self._host.close()
+        try:
+            self._state.close()
+        finally:
+            self._host.close()
 
     def stats(self, rows: Sequence[int]) -> dict[str, Any]:
         """What was drafted for these rows, for ``Output.stats``."""

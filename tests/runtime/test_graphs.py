@@ -1,6 +1,7 @@
 """Runs of steps give the tokens of single steps. On a CPU everything but the capture itself runs."""
 
 import dataclasses
+import time
 from typing import ClassVar, Literal
 
 import pytest
@@ -10,6 +11,7 @@ import decodekit
 from decodekit.cache.allocator import OutOfBlocks
 from decodekit.cache.paged import PagedCache
 from decodekit.cache.runs import Frame, Run
+from decodekit.core.drafts import Draft
 from decodekit.core.errors import RowError
 from decodekit.core.protocols import Rule
 from decodekit.core.types import Outputs
@@ -643,3 +645,82 @@ def test_runs_count_as_passes_without_drafts(steps, dense, tokenizer, monkeypatc
 def test_drafters_that_want_every_step_get_it(steps, dense, drafter) -> None:
     assert torch.equal(decode(dense, {"drafter": drafter}), one_by_one(dense, {}))
     assert steps["reasons"] == {"drafts"}
+
+
+@pytest.mark.parametrize("length", range(3, 9))
+@pytest.mark.parametrize("recipe", [{}, {"strategy": "dola"}], ids=["greedy", "dola"])
+def test_a_plan_is_for_steps_that_are_launched_next_also_where_the_first_has_one(
+    steps, dense, monkeypatch, length, recipe
+) -> None:
+    monkeypatch.setattr("decodekit.kernels.paged_attention.work.SPLITS", (8, 16))
+    planned, renew = [], Frame.renew
+
+    def noted(self, run):
+        planned.append((run.launched, run._passed))
+        renew(self, run)
+
+    monkeypatch.setattr(Frame, "renew", noted)
+    prompt = torch.arange(3, 3 + length).unsqueeze(0)
+    assert torch.equal(decode(dense, recipe, prompt), one_by_one(dense, recipe, prompt))
+    assert len(planned) > 1
+    assert all(launched == passed for launched, passed in planned)
+
+
+def test_a_hook_that_comes_in_a_run_is_noticed_when_it_is_extended(steps, tokenizer) -> None:
+    model, called = tiny_model("dense", dtype=torch.float64), []
+    with Engine(model, tokenizer, {"cache": "paged"}) as engine:
+        engine.submit([5, 6, 7, 8], max_new_tokens=90, eos_token_id=None)
+        for _ in range(10):
+            engine.step()
+        model.model.norm.register_forward_hook(lambda *given: called.append(1))
+        while engine.step():
+            pass
+        [graphs] = engine.stats()["graphs"]
+    assert graphs["eager"] == "forward hooks"
+    assert len(called) >= 90 - 2 * 32
+
+
+def test_blocks_that_slid_out_of_a_window_are_let_go_of_in_time(steps, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.graphs.STEPS", 32)
+    model = tiny_model("sliding", dtype=torch.float64)
+    with Engine(model, tokenizer, {"cache": {"kind": "paged", "block_size": 4}}, budget="4MiB") as engine:
+        engine.submit([5, 6, 7, 8], max_new_tokens=190, eos_token_id=None).result()
+        groups = engine.stats()["caches"]["main"]["groups"]
+    peaks = {group["window"]: group["peak"] for group in groups}
+    assert peaks.pop(None) == 49
+    assert all(peak <= (window + 32) / 4 + 2 for window, peak in peaks.items())
+
+
+def test_a_slow_consumer_says_nothing_of_what_a_step_takes(steps, dense, tokenizer, monkeypatch) -> None:
+    noted, ran = [], Schedule.ran
+
+    def note(self, batch, seconds, drafting):
+        noted.append(seconds)
+        ran(self, batch, seconds, drafting)
+
+    monkeypatch.setattr(Schedule, "ran", note)
+    monkeypatch.setattr(Schedule, "_best", lambda self, rows, drafts: 0)
+    decoder = decodekit.load({"cache": "paged", "drafter": "ngram"})
+    for _ in decoder.stream(dense, tokenizer, "ab", max_new_tokens=12, eos_token_id=None):
+        time.sleep(0.1)
+    assert len(noted) == 11
+    assert sum(seconds is not None for seconds in noted) <= 3
+    noted.clear()
+    for _ in decoder.stream(dense, tokenizer, "ab", max_new_tokens=12, eos_token_id=None):
+        pass
+    assert sum(seconds is not None for seconds in noted) >= 7
+
+
+def test_looks_that_take_long_are_rare_between_runs_too(steps, dense, monkeypatch) -> None:
+    calls = []
+
+    def propose(self, rows, budgets):
+        calls.append(1)
+        time.sleep(0.005)
+        return [Draft() for _ in rows]
+
+    monkeypatch.setattr("decodekit.drafters.ngram._Lookup.propose", propose)
+    for _ in range(2):
+        calls.clear()
+        decode(dense, {"drafter": "ngram"}, PROMPTS[:1], new=110)
+    assert len(calls) < 40

@@ -1,5 +1,6 @@
 """Single steps whose forward was captured give the tokens of those that are launched. A CPU runs all but the capture itself."""
 
+import copy
 import gc
 import weakref
 
@@ -11,7 +12,7 @@ from decodekit.cache.fixed import FixedStep
 from decodekit.cache.paged import PagedCache
 from decodekit.kernels.paged_attention import WorkShape
 from decodekit.recipe import Generation, Recipe
-from decodekit.runtime.capture import GraphStats
+from decodekit.runtime.capture import GraphStats, look
 from decodekit.runtime.decoder import Decoder
 from decodekit.runtime.engine import Engine
 from decodekit.runtime.graphs import Graphs
@@ -248,3 +249,58 @@ def test_figures_of_several_are_added() -> None:
         [GraphStats(forwards=2, pool_bytes=4, alone="float64")]
     )
     assert both == GraphStats(steps=3, forwards=2, pool_bytes=9, eager="drafts", alone="float64")
+
+
+def caches_made(monkeypatch):
+    made, init = [], PagedCache.__init__
+
+    def noted(self, *args, **options):
+        init(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(PagedCache, "__init__", noted)
+    return made
+
+
+def test_a_draft_model_gives_its_memory_back(replays, dense, padded, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.drafting.triton_runs", lambda device: True)
+    made, inputs = caches_made(monkeypatch), padded(PROMPTS[:2])
+    decoder = decodekit.load({"drafter": {"kind": "draft_model", "model": "small", "schedule": "constant"}})
+    expected = launched(dense, {"cache": "paged"}, inputs)
+    made.clear()
+    assert torch.equal(decode(dense, decoder.bind(models={"small": tiny_model("dense")}), inputs), expected)
+    [draft] = [cache for cache in made if cache.preallocated]
+    assert (draft.stats()["kv_bytes"], draft.captured) == (0, {})
+    assert len([own for own in replays["sessions"] if own.stats.forwards]) == 2
+
+
+def test_draft_models_of_an_engine_take_memory_as_rows_grow(replays, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("decodekit.runtime.drafting.triton_runs", lambda device: True)
+    made, recipe = caches_made(monkeypatch), {"cache": "paged", "drafter": {"kind": "draft_model", "model": "small"}}
+    with Engine(tiny_model("dense"), tokenizer, recipe, "8MiB", models={"small": tiny_model("dense")}) as engine:
+        for temperature in (0.5, 0.6):
+            options = {"do_sample": True, "temperature": temperature, "eos_token_id": None}
+            engine.submit(PROMPTS[0], max_new_tokens=6, **options).result()
+        sizes = [cache.stats()["kv_bytes"] for cache in made[1:]]
+    assert len(sizes) == 2
+    assert all(0 < size < 2**20 for size in sizes)
+    assert [cache.stats()["kv_bytes"] for cache in made] == [0, 0, 0]
+
+
+def test_what_was_replaced_in_a_model_is_not_held() -> None:
+    model = tiny_model("dense")
+    before, layer = look(model), model.model.layers[0].mlp
+    old = weakref.ref(layer.up_proj)
+    layer.up_proj = torch.nn.Linear(*reversed(layer.up_proj.weight.shape), bias=False)
+    gc.collect()
+    assert old() is None
+    assert look(model).number != before.number
+
+
+def test_a_copy_of_a_model_is_looked_at_anew(tmp_path) -> None:
+    model = tiny_model("dense")
+    found = look(model)
+    assert look(model) is found
+    assert look(copy.deepcopy(model)).number != found.number
+    torch.save(model, tmp_path / "model.pt")
+    assert look(torch.load(tmp_path / "model.pt", weights_only=False)).number != found.number

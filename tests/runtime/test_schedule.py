@@ -191,7 +191,7 @@ def test_drafts_must_beat_what_a_step_takes_in_a_run(rate, pays) -> None:
         [draft] = schedule.cut([0], [Draft([0] * 5)])
         drafted.append(len(draft))
         if not draft:
-            schedule.ran(1, 0.01)
+            schedule.ran(1, 0.01, 0.0)
             continue
         hits = next((place for place in range(len(draft)) if rng.random() >= rate), len(draft))
         schedule.observe({0: draft}, {0: hits}, 0.018, 0.0)
