@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 
 from decodekit.cli.tables import refresh
@@ -31,8 +32,7 @@ def test_every_python_block_runs_in_order(demo, capsys) -> None:
 
 
 def test_every_yaml_block_is_a_recipe(tmp_path) -> None:
-    for example in (ROOT / "examples/recipes").glob("*.yaml"):
-        (tmp_path / example.name).write_text(example.read_text())
+    shutil.copytree(ROOT / "examples/recipes", tmp_path / "examples/recipes")
     path = tmp_path / "recipe.yaml"
     recipes = []
     for text in blocks("yaml"):

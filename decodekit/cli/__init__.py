@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         code = 130
+    except FileNotFoundError as error:
+        fail(f"no such file: {error.filename!r} (relative paths start at {Path.cwd()})")
+        code = 2
     except (DecodekitError, OSError, UnicodeError) as error:
         fail(str(error))
         code = 2

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from decodekit.cli import shards
+from decodekit.cli import main, shards
 from decodekit.cli.map import Input, Options, map_rows
 from decodekit.core.errors import InputError, Refused
 from decodekit.integrations import cluster
@@ -254,3 +254,12 @@ def test_processes_wait_long_for_each_other_and_write_over_nothing(recipe, tmp_p
 def test_the_rows_that_are_left_are_those_of_one_process(tmp_path, done, world, left) -> None:
     source = write(tmp_path / "in.jsonl", [{"id": n} for n in range(10)])
     assert Input(str(source), {str(n) for n in range(done)}, (0, world)).count() == left
+
+
+def test_a_file_that_is_not_there_is_named(tiny_folder, tmp_path, capsys) -> None:
+    (tmp_path / "recipe.yaml").write_text("{}")
+    paths = [str(tmp_path / name) for name in ("recipe.yaml", "in.jsonl", "out.jsonl")]
+    with pytest.raises(SystemExit) as ended:
+        main(["map", *paths, "-m", str(tiny_folder)])
+    assert ended.value.code == 2
+    assert f"no such file: {paths[1]!r} (relative paths start at" in capsys.readouterr().err
