@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ class FixedLayout(Layout):
         return self._work
 
 
-class FixedStep:
+class FixedStep(ABC):
     """The tensors of a forward over a cache's blocks; the cache and attention take it for their step.
 
     Args:
@@ -68,19 +69,19 @@ class FixedStep:
         self._layouts: list[Layout] = []
 
     @property
+    @abstractmethod
     def input_ids(self) -> Tensor:
         """[R, q] int64, as the model is given them."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def position_ids(self) -> Tensor:
         """[R, q] int64."""
-        raise NotImplementedError
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027  a packed forward does nothing here
         """A forward begins; a graph holds what this does."""
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027  nor here
         """A forward is over; a graph holds what this does."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

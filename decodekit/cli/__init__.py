@@ -30,11 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         code = 130
-    except FileNotFoundError as error:
-        fail(f"no such file: {error.filename!r} (relative paths start at {Path.cwd()})")
-        code = 2
     except (DecodekitError, OSError, UnicodeError) as error:
-        fail(str(error))
+        missing = error.filename if isinstance(error, FileNotFoundError) else None
+        fail(f"no such file: {missing!r} (relative paths start at {Path.cwd()})" if missing else str(error))
         code = 2
     sys.exit(code or 0)
 
